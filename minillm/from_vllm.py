@@ -173,7 +173,10 @@ FIELDS: dict[str, tuple[tuple, str]] = {
     "guided_choice": (([],), SCHEMA + " with an enum"),
     "guided_grammar": ((), SCHEMA),
     "guided_decoding_backend": ((), "leave it out"),
-    "structured_outputs": ((), SCHEMA),
+    "structured_outputs": (
+        ({},),
+        SCHEMA + ", whose schema may be a string's pattern (for regex) or an enum (for choice)",
+    ),
     "prompt_logprobs": ((), "use echo with logprobs in /v1/completions"),
     "truncate_prompt_tokens": ((), "shorten the prompt yourself: /tokenize counts its tokens"),
     "allowed_token_ids": ((), "use logit_bias"),
@@ -196,6 +199,14 @@ FIELDS: dict[str, tuple[tuple, str]] = {
     "prompt_embeds": ((), "send text or token ids"),
     "detokenize": ((True,), "use return_token_ids"),
     "guided_whitespace_pattern": ((), "leave it out"),
+}
+CALLS = "the server calls no tools, so write the calls into the content"
+# Members of a chat's message.
+TURN: dict[str, tuple[tuple, str]] = {
+    "tool_calls": (([],), CALLS),
+    "function_call": ((), CALLS),
+    "tool_call_id": ((), "put the tool's answer into a user message"),
+    **dict.fromkeys(("reasoning", "reasoning_content"), ((), "leave it out")),
 }
 # vLLM's modules, which are imported by name.
 EVERYTHING = "everything is in minillm itself, as `from minillm import LLM, SamplingParams`"
@@ -374,6 +385,14 @@ def asked(params: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, b
     if left:
         raise InvalidRequest(f"{', '.join(sorted(left))}: no such argument; there are params, options and progress")
     return params, progress
+
+
+def turn(message: Mapping[str, Any]) -> str:
+    """Which member of a chat's message is refused, and what to do instead; "" if none is."""
+    for name, (nothing, instead) in TURN.items():
+        if message.get(name) not in (None, *nothing):
+            return f"{name} is not supported: {instead}"
+    return 'content is null: send the text, or "" if there is none' if message.get("content", "") is None else ""
 
 
 def prompt(given: Mapping[str, Any]) -> Any:

@@ -320,6 +320,8 @@ def test_the_page_names_every_option():
     bench = {f"--{name}": each for name, each in commands.BENCH.items()}
     for name, (_, instead) in (server | bench | from_vllm.FIELDS).items():
         assert re.search(rf"\| `{name}` \| .* \| {re.escape(instead or 'has no effect here')} \|", PAGE), name
+    for name, (_, instead) in from_vllm.TURN.items():
+        assert re.search(rf"\| .*`{name}`.* \| .*`null` \| {re.escape(instead)} \|", PAGE), name
     for name, ours in (commands.SERVE_NAMES | commands.BENCH_NAMES).items():
         assert f"-{name}` | `--{ours}` |" in PAGE
     for name, others in from_vllm.OTHER_VALUES.items():

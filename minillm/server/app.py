@@ -69,6 +69,7 @@ def create_app(engine: RemoteEngine, address: str) -> FastAPI:
         return JSONResponse({"status": "the engine is not running"}, status_code=503)
 
     @app.get("/ping")
+    @app.post("/ping")
     async def ping() -> Response:
         """The same, as vLLM's server has it for Amazon SageMaker."""
         return await health()

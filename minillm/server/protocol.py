@@ -177,6 +177,9 @@ class Message(BaseModel):
     function_call: None = None
     annotations: Annotated[list[None], Field(max_length=0)] | None = None
     tool_calls: Annotated[list[None], Field(max_length=0)] | None = None
+    tool_call_id: None = None
+    reasoning: None = None
+    reasoning_content: None = None
 
     def plain(self) -> dict[str, str]:
         """The message in the form that chat templates expect."""
@@ -192,6 +195,8 @@ def checked_messages(content: dict) -> dict:
         if not isinstance(message, dict):
             continue
         check_members(f"messages.{i}", message, Message)
+        if refused := from_vllm.turn(message):
+            raise APIError(f"messages.{i}.{refused}", param="messages")
         role, parts = message.get("role"), message.get("content")
         if isinstance(role, str) and len(role) > MAX_ROLE:  # chat templates quote an unknown role in their error
             reason = f"has {len(role):,} characters, but at most {MAX_ROLE} are allowed"
@@ -302,7 +307,8 @@ class GenerationRequest(Body):
         """The schema that `response_format` asks for; None for plain text."""
         wanted = self.response_format or {"type": "text"}
         kind, named = wanted.get("type"), wanted.get("json_schema")
-        _check_names("response_format", wanted, ("type", "json_schema"))
+        if kind != "structural_tag":  # it has other members, and is refused below
+            _check_names("response_format", wanted, ("type", "json_schema"))
         if kind in ("text", "json_object"):
             if named is not None:
                 message = f'response_format has a json_schema, but type {kind!r}: set type to "json_schema"'

@@ -62,7 +62,7 @@ def test_the_last_piece_says_what_stopped_it(http, path, stream):
 
 
 def test_the_small_paths(http):
-    assert http.get("/ping").json() == {"status": "ok"}
+    assert http.get("/ping").json() == http.post("/ping").json() == {"status": "ok"}
     assert http.get("/version").json() == {"version": __version__}
 
 
@@ -82,3 +82,35 @@ def test_pictures_and_tools_are_refused_with_the_reason(http):
     assert (
         "use response_format for the answer" in http.post("/v1/chat/completions", json=body).json()["error"]["message"]
     )
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_turns_with_tools_are_refused_with_what_to_do_instead(http):
+    user = {"role": "user", "content": "a"}
+    for path, limits in (("/v1/chat/completions", {"max_tokens": 2}), ("/tokenize", {})):
+
+        def ask(turn, path=path, limits=limits):
+            return http.post(path, json={"messages": [user, turn, user]} | limits)
+
+        for name, (nothing, instead) in from_vllm.TURN.items():
+            for value in (None, *nothing):
+                assert ask({"role": "assistant", "content": "b", name: value}).status_code == 200
+            for value in ([CALL], CALL, "x"):
+                error = ask({"role": "assistant", "content": None, name: value}).json()["error"]
+                message = f"messages.1.{name} is not supported: {instead}"
+                assert (error["message"], error["param"]) == (message, "messages")
+        error = ask({"role": "assistant", "content": None}).json()["error"]
+        assert error["message"] == 'messages.1.content is null: send the text, or "" if there is none'
+        assert ask({"role": "assistant", "content": ""}).status_code == 200
+
+
+def test_other_ways_to_ask_for_a_structure_name_what_there_is(http):
+    for path, body in BODIES.items():
+        for wanted in ({"type": "structural_tag", "format": {}}, {"type": "structural_tag", "structures": []}):
+            error = http.post(path, json=body | {"response_format": wanted}).json()["error"]["message"]
+            assert error.endswith('must be "text", "json_object" or "json_schema", not \'structural_tag\'')
+        for name, ours in (("regex", "pattern"), ("choice", "enum")):
+            error = http.post(path, json=body | {"structured_outputs": {name: "a"}}).json()["error"]["message"]
+            assert ours in error and f"(for {name})" in error
