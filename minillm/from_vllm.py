@@ -90,7 +90,7 @@ VALUES: dict[str, dict[Any, Any]] = {
 NONE_IS_DEFAULT = ("block_size", "dtype", "enable_prefix_caching", "kv_cache_dtype", "load_format")
 STORED = (
     "leave it out for a checkpoint that is quantized already, as its format is in its config.json; `minillm quantize "
-    "--method awq` makes one, and quantization='int4' rounds while loading"
+    "--method awq` makes one, and 'int4' rounds while loading"
 )
 SAFETENSORS = "give a directory with weights as safetensors"
 # Values that minillm does not have, of options that both have, and what to do instead.
@@ -98,12 +98,12 @@ OTHER_VALUES: dict[str, dict[str, str]] = {
     "quantization": {
         **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt"), STORED),
         **dict.fromkeys(("auto-round", "fbgemm_fp8"), STORED),
-        **dict.fromkeys(("bitsandbytes", "torchao"), "quantization='int4' and 'int8' round while loading"),
-        **dict.fromkeys(("ptpc_fp8", "experts_int8"), "quantization='fp8' and 'int8' round while loading"),
+        **dict.fromkeys(("bitsandbytes", "torchao"), "'int4' and 'int8' round while loading"),
+        **dict.fromkeys(("ptpc_fp8", "experts_int8"), "'fp8' and 'int8' round while loading"),
         "gguf": SAFETENSORS,
     },
     "load_format": {
-        "bitsandbytes": "leave it out: quantization='int4' and 'int8' round while loading",
+        "bitsandbytes": "leave it out: quantization 'int4' and 'int8' round while loading",
         **dict.fromkeys(("gguf", "pt", "npcache", "mistral", "sharded_state", "tensorizer"), SAFETENSORS),
         **dict.fromkeys(("runai_streamer", "fastsafetensors"), "leave it out"),
     },

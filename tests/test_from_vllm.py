@@ -231,7 +231,7 @@ def test_options_that_both_have_take_vllms_values():
             with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}: {instead}")):
                 LLM(**{name: value})
             for ours in re.findall("'(.*?)'", instead):
-                EngineConfig.of(**{"quantization" if "quantization=" in instead else name: ours})
+                EngineConfig.of(**{"quantization" if "quantization '" in instead else name: ours})
 
 
 def test_choices_can_be_written_as_dictionaries(llm):

@@ -70,6 +70,7 @@ def bench_serve(
         bool, typer.Option("--allow-remote", help="Let --url name other machines: only those that you may load.")
     ] = False,
     model: Annotated[str | None, typer.Option(help="The model to ask for.  [default: the first listed]")] = None,
+    served_model_name: Annotated[str | None, typer.Option(hidden=True)] = None,  # vLLM's, where --model may be a path
     api_key: Annotated[str | None, typer.Option(help="Sent with each request; no record has it.")] = None,
     concurrency: Annotated[
         int | None, typer.Option(help="Closed loop: clients, each with one request at a time.  [default: 8]")
@@ -119,7 +120,7 @@ def bench_serve(
         serve.run(
             url,
             allow_remote=allow_remote,
-            model=model,
+            model=served_model_name or model,
             api_key=api_key,
             sweep=None if sweep is None else _counts("--sweep", sweep),
             patterns=patterns,

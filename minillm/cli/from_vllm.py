@@ -11,9 +11,28 @@ from minillm.from_vllm import ANY, ENGINE
 
 Missing = Mapping[str, tuple[tuple, str]]
 TOOLS = "the server calls no tools: use response_format"
+TOKENIZER = "the tokenizer is that of the model's directory"
+# What to do instead of an engine's options, where `minillm.from_vllm` says it in Python.
+ON_THE_COMMAND_LINE = {
+    "async-scheduling": "--run-ahead 0 reads each step's tokens before the next is launched",
+    "compilation-config": "--enforce-eager turns CUDA graphs off; `minillm build` tunes them",
+    "cpu-offload-gb": "weights stay in the GPU's memory: quantize them, as --quantization int8",
+    "enable-chunked-prefill": "prompts are always cut into chunks; --policy whole runs them in one step",
+    "enable-sleep-mode": "stop the server, and start it again",
+    **dict.fromkeys(("generation-config", "override-generation-config"), "requests have temperature and the like"),
+    "kv-cache-memory-bytes": "use --num-blocks, or --gpu-memory-utilization",
+    "logits-processors": "requests have logit_bias",
+    "profiler-config": "use --trace FILE",
+    **dict.fromkeys(("tokenizer-mode", "tokenizer-revision"), TOKENIZER),
+}
 # Options of `vllm serve`: the values that ask for nothing, and what to do instead of any other.
 SERVE: Missing = {
-    **{name.replace("_", "-"): each for name, each in ENGINE.items() if name not in ("served_model_name",)},
+    **{
+        name: (nothing, ON_THE_COMMAND_LINE.get(name, instead))
+        for name, (nothing, instead) in ((name.replace("_", "-"), each) for name, each in ENGINE.items())
+        if name != "served-model-name"
+    },
+    "tokenizer": ((), TOKENIZER),
     "disable-log-requests": ((True,), ""),
     "enable-log-requests": ((False,), "--log-format json has a line for each request, without its text"),
     "uvicorn-log-level": ((), "use --log-level"),
@@ -52,6 +71,7 @@ SERVE_NAMES = {
     "tp": "tensor-parallel-size",
     "pp": "pipeline-parallel-size",
     "dp": "data-parallel-size",
+    "q": "quantization",
 }
 # The same for `vllm bench serve`.
 BENCH: Missing = {
@@ -88,7 +108,6 @@ BENCH_NAMES = {
     "request-rate": "rate",
     "random-input-len": "input-len",
     "random-output-len": "output-len",
-    "served-model-name": "model",
     "result-filename": "json",
 }
 # Commands of vLLM's, and what to do instead.
@@ -133,8 +152,10 @@ def translated(args: Sequence[str], known: set[str], missing: Missing, names: Ma
         option = names.get(option, option)
         negated = option.startswith("no-") and option.removeprefix("no-") in missing
         option = option.removeprefix("no-") if negated else option
-        long = given.startswith("--") or given in ("-tp", "-pp", "-dp")
+        long = given.startswith("--") or given in ("-tp", "-pp", "-dp", "-q")
         if argument.startswith("-O") and "-O" not in known:
+            if argument == "-O":
+                argument += f" {next(left, '')}"
             print(f"minillm: {argument} has no effect here", file=sys.stderr)
         elif option in COUNTS and long:
             yield f"--{option}={_count(value if equals else next(left, ''))}"

@@ -265,7 +265,10 @@ def test_generate_prints_the_completion_streamed_or_not(chat):
 
 
 def translate(text: str, command: type = from_vllm.Serve) -> str:
-    known = {f"--{name}" for name in ("max-model-len", "workers", "policy", "url", "requests", "rate", "api-key")}
+    known = {
+        f"--{name}"
+        for name in ("max-model-len", "workers", "policy", "quantization", "url", "requests", "rate", "api-key")
+    }
     return " ".join(from_vllm.translated(text.split(), known | {"-m"}, command.missing, command.names))
 
 
@@ -277,6 +280,7 @@ def translate(text: str, command: type = from_vllm.Serve) -> str:
         ("DIR --tensor-parallel-size 1 -tp 1 -pp=1 --swap-space 4", "DIR"),
         ("--trust-remote-code DIR --disable-log-requests --enable_chunked_prefill", "DIR"),
         ("DIR --no-enable-lora --no-enable-log-requests -O3 --calculate-kv-scales", "DIR"),
+        ("DIR -O 3 -O.level=3 -q fp8", "DIR --quantization fp8"),
         ("DIR --max-model-len 8k --max_model_len=1.5K", "DIR --max-model-len=8000 --max-model-len=1536"),
         ("DIR --max-model-len auto --max-model-len 9x", "DIR --max-model-len=-1 --max-model-len=9x"),
         ("DIR --api-server-count 4 --scheduling-policy=priority", "DIR --workers 4 --policy=priority"),
@@ -293,7 +297,9 @@ def test_serve_takes_vllms_options_that_ask_for_nothing(given, ours):
         ("--tensor-parallel-size 2", "start one engine for each"),
         ("-tp 2", "start one engine for each"),
         ("--enable-lora", "merge the adapter"),
-        ("--no-enable-chunked-prefill", "policy='whole'"),
+        ("--no-enable-chunked-prefill", "--policy whole runs"),
+        ("--compilation-config 3", "--enforce-eager turns"),
+        ("--tokenizer-mode mistral", "that of the model's directory"),
         ("--uvicorn-log-level debug", "use --log-level"),
         ("--tool-call-parser=hermes", "calls no tools"),
     ],
@@ -301,6 +307,26 @@ def test_serve_takes_vllms_options_that_ask_for_nothing(given, ours):
 def test_other_options_of_vllms_server_say_what_to_do_instead(given, reason):
     with pytest.raises(typer.BadParameter, match=f"minillm has no such option; .*{re.escape(reason)}"):
         translate(given)
+
+
+def test_what_serve_says_is_for_the_command_line():
+    offered = run("serve", "--help").stdout
+    for name, (_, instead) in from_vllm.SERVE.items():
+        if name not in from_vllm.SERVE_NAMES:
+            assert not re.search(r"\w=|LLM|SamplingParams|[a-z]+_[a-z]+ *\(|close", instead), (name, instead)
+            for option in re.findall("--[a-z-]+", instead):
+                assert option in offered
+
+
+@pytest.mark.parametrize(
+    "words", [["--model", "DIR", "--served-model-name", "m"], ["--served_model_name=m"], ["--model=m"]]
+)
+def test_bench_serve_asks_for_the_served_name(monkeypatch, words):
+    seen = []
+    monkeypatch.setattr("minillm.bench.serve.run", lambda url, model, **options: seen.append(model))
+    for each in (words, words[::-1] if len(words) == 1 else words[2:] + words[:2]):
+        assert run("bench", "serve", *each).exit_code == 0
+    assert seen == ["m", "m"]
 
 
 def test_bench_serve_takes_vllms_names():
