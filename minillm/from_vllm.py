@@ -40,9 +40,9 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "disable_log_stats": ((ANY,), ""),
     "disable_custom_all_reduce": ((ANY,), ""),
     "max_seq_len_to_capture": ((ANY,), ""),
-    "compilation_config": ((None,), "enforce_eager=True turns CUDA graphs off; `minillm build` tunes them"),
-    "limit_mm_per_prompt": ((None,), "models read text only"),
-    "hf_overrides": ((None,), "edit the model's config.json"),
+    "compilation_config": ((None, {}), "enforce_eager=True turns CUDA graphs off; `minillm build` tunes them"),
+    "limit_mm_per_prompt": ((None, {}), "models read text only"),
+    "hf_overrides": ((None, {}), "edit the model's config.json"),
     "async_scheduling": ((None, True), "run_ahead=0 reads each step's tokens before the next is launched"),
     "num_gpu_blocks_override": ((None,), "use num_blocks"),
     "scheduling_policy": ((None, "fcfs"), "use policy='priority'"),
@@ -274,7 +274,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "Delta": {  # for vLLM's RequestOutput, where code that iterates over generate now does so over stream
         "outputs": "what is new are its own text and token_ids; the last delta's completion has all",
         "finished": "the last delta has a finish_reason",
-        **dict.fromkeys(("request_id", "prompt", "prompt_token_ids"), "the last delta's completion has it"),
+        **dict.fromkeys(("request_id", "prompt_token_ids"), "the last delta's completion has it"),
     },
     "Logprob": {
         "decoded_token": "use llm.tokenizer.decode([id]), where id is its key in the dictionary",
