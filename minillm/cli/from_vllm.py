@@ -61,7 +61,7 @@ SERVE: Missing = {
     "chat-template-content-format": (("auto", "string", "openai"), "contents in parts are joined as text"),
     "return-tokens-as-token-ids": ((False,), "requests have return_token_ids"),
     "enable-request-id-headers": ((ANY, True), ""),  # each response has the header
-    "enable-prompt-tokens-details": ((False,), "the prefix cache's hits are at /metrics"),
+    "enable-prompt-tokens-details": ((ANY, True), ""),  # usage always has them
     "enable-server-load-tracking": ((False,), "the numbers of requests are at /metrics"),
 }
 SERVE_NAMES = {
