@@ -15,7 +15,7 @@ from minillm.calibration.quantize import quantize
 from minillm.errors import ConfigError, Unreachable
 from minillm.report import measure, page
 from minillm.report.run import run
-from minillm.report.sections import MINUS
+from minillm.report.sections import MINUS, short
 from tests import models
 
 from .conftest import Page
@@ -80,8 +80,8 @@ def test_every_section_has_its_figures_from_the_record(made):
     assert million > 0
     costs = [cells[3:] for cells in found.tables["cost"][0][1:]]
     for row, (generated, every) in zip(priced(record), costs, strict=True):
-        assert generated == f"${row['cost']['per_million_output']:,.4f}"
-        assert every == f"${row['cost']['per_million']:,.4f}"
+        assert generated == f"${short(row['cost']['per_million_output'])}"
+        assert every == f"${short(row['cost']['per_million'])}"
     assert found.cells("model")["parameters"] == [f"{record['facts']['parameters']:,}"]
 
 

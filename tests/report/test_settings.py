@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from minillm import folders
 from minillm.errors import ConfigError, MissingPackage
 from minillm.evaluate import tasks
 from minillm.model.loader import EMBEDDED
@@ -65,7 +66,8 @@ def test_missing_packages_are_all_named_with_the_extra_that_has_them(monkeypatch
     monkeypatch.setattr(
         settings.importlib.util, "find_spec", lambda name: None if name in ("aiohttp", "datasets") else 1
     )
+    monkeypatch.setattr(folders, "PACKAGE", Path("/nowhere/minillm"))
     with pytest.raises(
-        MissingPackage, match=r"datasets \(questions\), aiohttp \(the load generator\).*minillm\[report\]"
+        MissingPackage, match=r"datasets \(questions\), aiohttp \(the load generator\).*pip install 'minillm\[report\]'"
     ):
         check_packages()

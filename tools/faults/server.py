@@ -179,8 +179,8 @@ FAULTS = (
     Fault(
         "a preempted request starts anew in the metrics",
         "minillm/engine/engine.py",
-        "tracked.completion.scheduled_time or time.perf_counter()",
-        "time.perf_counter()",
+        "if completion.scheduled_time is None:",
+        "if True:",
         "tests/engine/test_engine.py -k preempted_request_resumes",
     ),
     Fault(
@@ -214,8 +214,8 @@ FAULTS = (
     Fault(
         "a prompt counts once for each of its choices",
         "minillm/server/app.py",
-        "for each in done[:: form.n])",
-        "for each in done)",
+        "done[:: form.n]",
+        "done",
         "tests/server/test_completions.py -k 'n_choices'",
     ),
     Fault(
