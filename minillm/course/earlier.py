@@ -66,7 +66,7 @@ class Written:
 def written(folder: Path | None = None) -> Written:
     """Everything that the notebooks in `folder` (default: where this runs) contribute to one running engine."""
     folder = folder or Path.cwd()
-    triton = _has_triton()
+    triton = has_triton()
     found: dict[str, Callable] = {}
     whose, read = {}, dict[str, Names | None]()
     for part in PARTS:
@@ -81,7 +81,8 @@ def written(folder: Path | None = None) -> Written:
     return Written(found, quantizer, whose)
 
 
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton's kernels run here, interpreted on a CPU. Ask before anything else imports Triton."""
     try:
         interpret.triton_here()
     except (MissingPackage, ConfigError):

@@ -90,6 +90,7 @@ guess_alone = 50  # PREDICT: its cost with 1 request, in multiples of 3,000's, b
 here = tier()
 if here.name == "cpu":
     torch.set_num_threads(1)
+earlier.has_triton()  # asks for interpreted kernels on a CPU, before another package imports Triton
 rows = {"cpu": 16, "gpu": 128}[here.name]
 llm = LLM(here.model, max_num_seqs=rows, enable_prefix_caching=False, **here.options)
 llm.warm_up()  # on a GPU: compile kernels and capture graphs now, not during the first requests
