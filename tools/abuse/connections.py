@@ -186,7 +186,7 @@ async def disconnects(count: int = 1000, at_once: int = 50, seed: int = 0) -> di
 
 
 @case
-async def slow_readers(connections: int = 20, seconds: float = 60, rounds: int = 3) -> dict:
+async def slow_readers(connections: int = 20, seconds: float = 180, rounds: int = 3) -> dict:
     """Clients that ask for long streams and never read: others must not wait, and later rounds need no more memory.
 
     They have `seconds` to be cut off, 5 of them after their stream has filled what the system holds for it.
