@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import socket
 import time
 
 import psutil
@@ -219,9 +220,13 @@ def open_connections(server) -> int:
 
 
 async def unread(port: int) -> asyncio.StreamWriter:
-    """A long stream that is not read."""
-    path, body = completion(stream=True, n=8, max_tokens=2000, ignore_eos=True, logprobs=5)
-    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+    """A long stream that is not read. The client's system holds little of it, so that it soon waits in the server."""
+    path, body = completion(stream=True, n=8, max_tokens=2000, ignore_eos=True, logprobs=20)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    client.setblocking(False)
+    _, writer = await asyncio.open_connection(sock=client, limit=1)
     writer.transport.pause_reading()
     writer.write(head(path, len(body)) + body)
     return writer
