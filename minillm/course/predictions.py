@@ -22,6 +22,7 @@ def compare(
     if unit.endswith("/s") and most is None:
         floor, most = None, floor
     words = [f"{what}:"]
+    _compared.pop(what, None)  # a prediction that was taken back or became text does not stay
     if prediction is None:
         words.append("no prediction,")
     elif isinstance(prediction, Real):
@@ -44,20 +45,24 @@ def compare(
 def look_back() -> str:
     """Every prediction that was compared in this process, the farthest off first: one line each.  Lesson 99."""
     if not _compared:
-        return "no prediction to look back on: write your own into the cells that ask for one"
+        return "no predicted number to look back on: write your own into the cells that ask for one"
     width = max(map(len, _compared))
     lines = [f"{'':{width}}{'predicted':>11}{'measured':>11}"]
     for what, (predicted, measured, unit) in sorted(_compared.items(), key=lambda each: -_factor(*each[1][:2])):
         off = _factor(predicted, measured)
-        said = f"{off:.1f} times too {'much' if predicted > measured else 'little'}" if off < math.inf else ""
-        said = "as measured" if off < 1.05 else said
+        if predicted == measured or 0 < off < 1.05:
+            said = "as measured"
+        elif off:
+            said = f"too {'high' if predicted > measured else 'low'} by a factor of {off:.1f}"
+        else:
+            said = "no factor: one of the two is not above 0"
         lines.append(f"{what:{width}}{_short(predicted):>11}{_short(measured):>11}  {unit}: {said}".rstrip(" :"))
     return "\n".join(lines)
 
 
 def _factor(predicted: float, measured: float) -> float:
-    """How many times as large one of them is as the other."""
-    return max(predicted / measured, measured / predicted) if predicted > 0 < measured else math.inf
+    """How many times as large one of them is as the other; 0 if there is no such number."""
+    return max(predicted / measured, measured / predicted) if 0 < predicted < math.inf and measured > 0 else 0.0
 
 
 def _with_unit(value: float, unit: str) -> str:

@@ -128,6 +128,6 @@ def cheapest_table(cost: Mapping[str, Mapping[int, float]], choices: Mapping[int
     for count in sorted(next(iter(cost.values()))):
         cheapest = min(cost, key=lambda name: cost[name][count])
         prices = "".join(f"{cost[name][count]:9.{4 if count > 16 else 3}f}" for name in cost)
-        chosen = f"; you chose {choices[count] or 'none'}" if count in choices else ""
+        chosen = (f"; you chose {choices[count]}" if choices[count] else "; no prediction") if count in choices else ""
         lines.append(f"{count:7,}{prices}  {cheapest} is cheapest{chosen}")
     return "\n".join(lines)

@@ -276,20 +276,22 @@ def test_a_prediction_is_printed_with_bound_and_measurement(numbers, said, capsy
 
 def test_predictions_are_looked_back_on_the_farthest_off_first(monkeypatch, capsys):
     monkeypatch.setattr(predictions, "_compared", {})
-    assert look_back().startswith("no prediction to look back on")
+    assert look_back().startswith("no predicted number to look back on")
     compare("a", unit="ms", measured=10.0, prediction=20)
     compare("bc", unit="GB", measured=9.0, prediction=3.0)
     compare("kept", unit="%", measured=50.3, prediction=50)
     compare("loss", unit="points", measured=-0.2, prediction=1)
     compare("none", unit="ms", measured=1.0)
+    compare("taken back", unit="ms", measured=1.0, prediction=5)
+    compare("taken back", unit="ms", measured=1.0)
     compare("word", unit="ms", measured=1.0, prediction="1 ms")
     assert "word: predicted '1 ms' (write a number, without the unit), measured 1 ms" in capsys.readouterr().out
     assert [line.split() for line in look_back().split("\n")] == [
         ["predicted", "measured"],
-        ["loss", "1", "-0.2", "points"],
-        ["bc", "3", "9", "GB:", "3.0", "times", "too", "little"],
-        ["a", "20", "10", "ms:", "2.0", "times", "too", "much"],
+        ["bc", "3", "9", "GB:", "too", "low", "by", "a", "factor", "of", "3.0"],
+        ["a", "20", "10", "ms:", "too", "high", "by", "a", "factor", "of", "2.0"],
         ["kept", "50", "50.3", "%:", "as", "measured"],
+        ["loss", "1", "-0.2", "points:", "no", "factor:", "one", "of", "the", "two", "is", "not", "above", "0"],
     ]
 
 

@@ -43,7 +43,7 @@ def test_the_cheapest_of_each_load_is_named_with_the_learners_choice():
     head, alone, many = report_card.cheapest_table(cost, {1: "fp8", 3000: None}).split("\n")
     assert head.split() == ["at", "once", "bf16", "int4"]
     assert alone == "      1    2.000    1.000  int4 is cheapest; you chose fp8"
-    assert many == "  3,000   0.5000   0.6000  bf16 is cheapest; you chose none"
+    assert many == "  3,000   0.5000   0.6000  bf16 is cheapest; no prediction"
 
 
 def test_losses_are_against_the_first(monkeypatch):
