@@ -101,6 +101,6 @@ def set_up(form: str, level: str, output: TextIO | None = None) -> logging.Handl
 
 
 def unhurried() -> None:
-    """Let threads write what minillm's log shows, wherever that is: whoever logs never waits for a full pipe."""
+    """Let threads write what minillm's log shows, wherever that is: no caller waits for a full pipe."""
     log = logging.getLogger("minillm")
     log.handlers = [Unhurried(handler) for handler in log.handlers]

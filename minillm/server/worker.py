@@ -82,7 +82,7 @@ async def work(
             self._beat()
 
         def _beat(self) -> None:
-            """Report from the event loop, again and again: a worker whose loop is stuck serves nobody."""
+            """Report from the event loop, again and again: a worker whose loop is stuck serves no client."""
             owner.send({"op": "beat"})
             loop.call_later(BEAT, self._beat)
 
@@ -110,7 +110,7 @@ async def work(
         http=Connection,
         ws="none",
         log_level=engine.config.log_level,
-        log_config=None,  # its own writes to stderr from the event loop, which waits if nobody reads there
+        log_config=None,  # its own writes to stderr from the event loop, which waits if that is not read
         access_log=False,
         proxy_headers=False,  # or else any client of this machine could name its own address
         lifespan="off",
