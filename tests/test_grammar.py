@@ -113,7 +113,7 @@ def test_what_the_engine_lacks_is_named(tokenizer, monkeypatch):
         ({"json_schema": {}, "regex": "a"}, "exclude each other"),
         ({"json_schema": {}, "ignore_eos": True}, "^ignore_eos cannot be combined with json_schema"),
         ({"regex": "a", "min_tokens": 2}, "^min_tokens cannot be combined with regex"),
-        ({"json_schema": "{}"}, "must be a JSON schema"),
+        ({"json_schema": "{}"}, "must be a dictionary: json.loads"),
         ({"json_schema": {"enum": [{1}]}}, "must be a JSON schema"),
         ({"json_schema": {"minimum": float("nan")}}, "must be a JSON schema"),
         ({"json_schema": {"minimum": 10**5000}}, "must be a JSON schema"),

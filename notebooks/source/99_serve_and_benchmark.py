@@ -72,9 +72,7 @@ from minillm.server import running
 choice_one = "int4"  # PREDICT: the cheapest precision for one user: "bf16", "fp8", or "int4"
 choice_many = "fp8"  # PREDICT: the cheapest for 3,000 requests at once
 guess_gigabytes = 1.5  # PREDICT: GB of Gemma 2B's weights in int4
-guess_int4_ms = (
-    0.5  # PREDICT: ms between two tokens, 1 request, int4: the floor, and what comes on top
-)
+guess_int4_ms = 0.5  # PREDICT: ms between two tokens, 1 request, int4: the floor and more
 guess_points = 1.0  # PREDICT: points of accuracy that int4 loses (of 100)
 guess_fp8 = 1.6  # PREDICT: a token's cost in bf16, in multiples of fp8's, 3,000 requests
 guess_alone = 50  # PREDICT: its cost with 1 request, in multiples of 3,000's, bf16
