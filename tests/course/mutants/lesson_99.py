@@ -201,6 +201,11 @@ def takes_the_median_of_statistics(gaps, p):
 
 
 @wrong("pooled_percentile", fails="the result is one of the gaps")
+def rounds_to_microseconds(gaps, p):
+    return round(rank(sorted(gap for each in gaps for gap in each), p), 6)
+
+
+@wrong("pooled_percentile", fails="the result is one of the gaps")
 def whole_numbers(gaps, p):
     return rank(sorted(int(gap) for each in gaps for gap in each), p)
 
