@@ -4,37 +4,32 @@ import pytest
 
 from minillm.bench import load, offline, records
 from minillm.bench.workloads import BenchRequest
+from minillm.cores import OtherPrograms
 
 
 @pytest.fixture
-def clocks(monkeypatch, tmp_path):
-    """A machine whose clocks stand still unless a test advances them."""
+def clocks(monkeypatch):
+    """A machine whose clocks stand still unless a test advances them: seconds of all programs, of this one, of time."""
     times = {"all": 0.0, "own": 0.0, "wall": 0.0}
-    stat = tmp_path / "stat"
-
-    def move(**seconds):
-        for name, value in seconds.items():
-            times[name] += value
-        ticks = round(times["all"] * load.os.sysconf("SC_CLK_TCK"))
-        stat.write_text(f"cpu  {ticks} 0 0 987654 0 0 0 0 0 0\n")
-
-    move()
-    monkeypatch.setattr(load, "PROC", stat)
     monkeypatch.setattr(load.os, "times", lambda: (times["own"], 0.0, 0.0, 0.0, 0.0))
-    monkeypatch.setattr(load.time, "perf_counter", lambda: times["wall"])
-    return move
+
+    def measuring(own):
+        return OtherPrograms(lambda: times["all"], own, lambda: times["wall"])
+
+    monkeypatch.setattr(load, "OtherPrograms", measuring)
+    return times
 
 
 def test_other_load_is_total_minus_own_cpu_time_over_wall_time(clocks):
     with load.other_load() as others:
-        clocks(all=7.0, own=4.0, wall=2.0)
+        clocks |= {"all": 7.0, "own": 4.0, "wall": 2.0}
     assert others.cores == pytest.approx(1.5)
 
 
-def test_other_load_is_unknown_if_the_system_does_not_report_it(clocks, monkeypatch, tmp_path):
-    monkeypatch.setattr(load, "PROC", tmp_path / "nothing")
+def test_other_load_is_unknown_if_the_system_does_not_report_it(clocks):
+    clocks["all"] = None
     with load.other_load() as others:
-        clocks(wall=1.0)
+        clocks["wall"] = 1.0
     assert others.cores is None
 
 

@@ -1,0 +1,79 @@
+"""The cores that this process may use, and how many of them other programs use.  Lesson 00.
+
+Only Linux says how busy each core is (proc(5), /proc/stat). Elsewhere nothing is known of other programs.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+IDLE = (3, 4)  # columns of a core's line in /proc/stat: idle, and idle while it waits for a disk
+GUEST = 8  # from this column on, time is counted in an earlier column, too
+
+
+def allowed() -> set[int]:
+    """The cores that this process may run on: in a container, often fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def available() -> int:
+    """How many cores this process may use: those it may run on, or fewer if its container has a quota of their time."""
+    cores = len(allowed())
+    try:
+        quota, period = QUOTA.read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no container, or a quota of "max"
+        return cores
+
+
+def busy_seconds() -> float | None:
+    """Seconds in which any program ran, summed over the cores of `allowed`; None if the system does not say.
+
+    The time in which another virtual machine had a core counts, too.
+    """
+    wanted = {f"cpu{core}" for core in allowed()}
+    try:
+        lines = [line.split() for line in STAT.read_text().splitlines()]
+        columns = [line[1 : 1 + GUEST] for line in lines if line and line[0] in wanted]
+        ticks = [int(each) for line in columns for i, each in enumerate(line) if i not in IDLE]
+    except (OSError, ValueError):
+        return None
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+class OtherPrograms:
+    """Measures how many of its cores a process leaves to other programs, between two calls of `measure`.
+
+    own: seconds of processor time that are not another program's. By default those of this process.
+    """
+
+    def __init__(
+        self,
+        busy: Callable[[], float | None] = busy_seconds,
+        own: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._busy, self._own, self._clock = busy, own, clock
+        self._before = self._read()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last call of `measure`."""
+        return self._clock() - self._before[0]
+
+    def measure(self) -> float | None:
+        """Cores that other programs used, on average since the last call; None if the system does not say."""
+        (then, busy_then, own_then), self._before = self._before, self._read()
+        now, busy, own = self._before
+        if busy is None or busy_then is None or now <= then:
+            return None
+        return max(0.0, busy - busy_then - (own - own_then)) / (now - then)
+
+    def _read(self) -> tuple[float, float | None, float]:
+        return self._clock(), self._busy(), self._own()
