@@ -104,6 +104,7 @@ class EngineOptions(TypedDict, total=False):
     num_blocks: int | None
     gpu_memory_utilization: float
     enforce_eager: bool
+    cpu_threads: int | None
     attention_sinks: int | None
     attention_window: int | None
     enable_prefix_caching: bool
@@ -173,6 +174,12 @@ class EngineConfig(Options):
         0.9, "share of the GPU's memory that weights, workspace, CUDA graphs and cache may take"
     )
     enforce_eager: bool = option(False, "never use CUDA graphs")
+    cpu_threads: int | None = option(
+        None,
+        "threads of a step on a CPU; default: as many as there are cores that no other program uses, which changes "
+        "while the engine runs, and at most OMP_NUM_THREADS",
+        least=1,
+    )
     attention_sinks: int | None = option(
         None, "streams (lesson 09): first tokens that a request keeps when it grows past max_model_len", least=0
     )

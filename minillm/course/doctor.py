@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from minillm import cores
+from minillm.cores import OtherPrograms
 from minillm.folders import DATA, LINKED, PACKAGE, how_to_install
 
 GIB = 1 << 30
+LOAD_SECONDS, BUSY = 0.5, 0.25  # how long to look at other programs; from how many cores on they slow the engine down
 MEMORY_GIB, DISK_GIB = 4, 4  # enough for the tests and a lesson's kernel at the same time
 CAPABILITY = (8, 0)  # bfloat16, and the shared memory that the kernels are compiled for
 GPU_GIB = 7  # 5 for the weights of Gemma 2B, the rest for its cache and a step; cards of "8 GB" report a little less
@@ -39,7 +43,7 @@ TIERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. state: "ok", "missing" (something optional) or "FAIL" (the minimum)."""
+    """One line of the report. state: "ok", "missing" (something optional), "busy" or "FAIL" (the minimum)."""
 
     name: str
     found: str
@@ -49,8 +53,8 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which they are printed."""
-    findings = [_python(), *_checkout(), *_packages(), _triton(), _cuda(), _memory(), _disk(), _model(), _gemma()]
-    return [*findings, *(_extra(name, purpose) for name, purpose in EXTRAS.items())]
+    findings = [_python(), *_checkout(), *_packages(), _triton(), _cuda(), _load(), _memory(), _disk(), _model()]
+    return [*findings, _gemma(), *(_extra(name, purpose) for name, purpose in EXTRAS.items())]
 
 
 def tier(findings: list[Finding]) -> str:
@@ -69,7 +73,7 @@ def report(findings: list[Finding]) -> str:
     lines = [f"{finding.name:<{wide}}  {finding.state:<7}  {finding.found}" for finding in findings]
     fixes = [f"{finding.name}: {finding.fix}" for finding in findings if finding.fix]
     if fixes:
-        title = "To fix:" if tier(findings) == "none" else "To enable more:"
+        title = "To fix:" if tier(findings) == "none" else "To improve:"
         lines += ["", title, *(f"  {fix}" for fix in fixes)]
     return "\n".join([*lines, "", f"Lessons run as: {TIERS[tier(findings)]}"])
 
@@ -83,15 +87,10 @@ def main() -> int:
 
 def _python() -> Finding:
     version = platform.python_version()
-    found = f"{version} on {platform.system()} {platform.machine()}, {len(_cores())} cores"
+    found = f"{version} on {platform.system()} {platform.machine()}, {cores.available()} cores"
     if sys.version_info[:2] in PYTHONS:
         return Finding("Python", found)
     return Finding("Python", found, "FAIL", "install Python 3.11 or 3.12 and make a new environment with it")
-
-
-def _cores() -> set[int] | range:
-    """The cores that this process may use: in a container, often fewer than the machine's."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def declared(extra: str = "") -> list[Requirement]:
@@ -203,6 +202,20 @@ def gpu_problem() -> str | None:
     if properties.total_memory < GPU_GIB * GIB:
         return f"Gemma 2B needs a GPU with {GPU_GIB} GiB"
     return None
+
+
+def _load() -> Finding:
+    """What other programs take of the cores, measured for a moment in which this one does nothing."""
+    total, others = len(cores.allowed()), OtherPrograms()
+    time.sleep(LOAD_SECONDS)
+    used = others.measure()
+    if used is None:
+        return Finding("load", "not known on this system")
+    found = f"other programs use {used:.1f} of {total} cores"
+    if used < BUSY:
+        return Finding("load", found)
+    fix = "close other programs (`top` lists them); until then steps use fewer threads and take up to 3 times as long"
+    return Finding("load", found, "busy", fix)
 
 
 def _memory() -> Finding:

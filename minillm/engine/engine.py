@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
 
 from minillm.config import DeviceConfig, EngineConfig, EngineOptions
+from minillm.cores import OtherPrograms
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.grammar import Grammars
 from minillm.kv_cache.block_pool import BlockPool
@@ -40,7 +41,7 @@ from minillm.trace.record import Trace
 from minillm.values import shown
 
 from . import precision
-from .given import check_tokenizer_given, say_sampling_defaults
+from .given import check_tokenizer_given, of_kind, say_sampling_defaults
 from .output_text import OutputText
 from .recent import Recent
 
@@ -78,18 +79,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_mark_forked)
 
 
-Kind = TypeVar("Kind", SamplingParams, RequestOptions)
-
-
-def _of_kind(given: Kind | None, kind: type[Kind], name: str) -> Kind:
-    """What was given, or the defaults. Raises InvalidRequest for an object of another kind."""
-    if given is None:
-        return kind()
-    if not isinstance(given, kind):
-        raise InvalidRequest(f"{name} must be {kind.__name__}(...), not {shown(given)}")
-    return given
-
-
 class Engine:
     """Submit requests, step, read completions. Threads may share it: each call takes the engine's lock."""
 
@@ -101,6 +90,7 @@ class Engine:
     ):
         if not (model is None or isinstance(model, (str, Path))):
             raise ConfigError(f"model must be a directory, a preset's name or None, not {shown(model)}")
+        others = OtherPrograms()  # measured while the model loads
         check_tokenizer_given(tokenizer)
         config = EngineConfig.of(**options)
         self.trace = Trace.of(config.trace)
@@ -132,7 +122,7 @@ class Engine:
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer, self.model_config)
         longest = self.config.max_model_len or self.model_config.max_model_len
-        self.executor: Executor = LocalExecutor(self.model, self.config, longest, self.plan)
+        self.executor: Executor = LocalExecutor(self.model, self.config, longest, self.plan, others)
         self.max_model_len = self.executor.facts.max_model_len
         self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.in_flight: deque[Launched] = deque()
@@ -220,7 +210,7 @@ class Engine:
         leaves the text empty, unless stop strings need it. checked=True: `check_params` has accepted the params.
         """
         self._check_usable()
-        params = _of_kind(params, SamplingParams, "params")
+        params = of_kind(params, SamplingParams, "params")
         ids = self._token_ids(prompt)
         if not checked:
             self.check_params(params)
@@ -232,7 +222,7 @@ class Engine:
             limit=min(len(ids) + (params.max_tokens or self.scheduler.longest), self.scheduler.longest),
             stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
-            options=_of_kind(params.options if options is None else options, RequestOptions, "options"),
+            options=of_kind(params.options if options is None else options, RequestOptions, "options"),
             matcher=None if params.grammar is None else self.grammars.matcher(*params.grammar),
         )
         self.scheduler.validate(request)

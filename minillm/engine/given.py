@@ -1,14 +1,18 @@
-"""What an engine is given, before it loads a model: its tokenizer, and advice that it does not follow.  Lesson 01."""
+"""Checks what an engine and its requests are given, before a model loads or a request is queued.  Lesson 01."""
 
 import logging
 from pathlib import Path
+from typing import TypeVar
 
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, InvalidRequest
 from minillm.model.config import sampling_defaults
+from minillm.request import RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 from minillm.values import shown
 
 TOKENIZER_MEMBERS = ("encode", "decode", "vocab_size", "new_decoder", "visible_tokens")
+
+Kind = TypeVar("Kind", SamplingParams, RequestOptions)
 
 log = logging.getLogger(__name__)
 
@@ -34,3 +38,12 @@ def say_sampling_defaults(place: Path | str) -> None:
             place / "generation_config.json",
             values,
         )
+
+
+def of_kind(given: Kind | None, kind: type[Kind], name: str) -> Kind:
+    """What was given, or the defaults. Raises InvalidRequest for an object of another kind."""
+    if given is None:
+        return kind()
+    if not isinstance(given, kind):
+        raise InvalidRequest(f"{name} must be {kind.__name__}(...), not {shown(given)}")
+    return given

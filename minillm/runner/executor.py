@@ -4,11 +4,12 @@ The engine uses an executor only through this interface, so steps could also run
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 from minillm.config import DeviceConfig
+from minillm.cores import OtherPrograms
 from minillm.kernels import launch_configs
 from minillm.kv_cache.attention_sinks import Stream
 from minillm.model import Model
@@ -18,6 +19,7 @@ from .cuda_graph import DecodeShape
 from .launched import Launched
 from .plan import Plan
 from .runner import Runner
+from .threads import Threads
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,16 @@ class Executor(Protocol):
 class LocalExecutor:
     """Runs steps in this process, on one device, with the launch configurations of a plan if there is one."""
 
-    def __init__(self, model: Model, config: DeviceConfig, max_model_len: int, plan: Plan | None = None):
+    def __init__(
+        self,
+        model: Model,
+        config: DeviceConfig,
+        max_model_len: int,
+        plan: Plan | None = None,
+        others: OtherPrograms | None = None,
+    ):
         self._table = {} if plan is None else plan.table()
+        self.threads = Threads(config.cpu_threads, others) if model.device.type == "cpu" else None
         with self._launches():
             self.runner = Runner(model, config, max_model_len)
             if plan is not None and plan.graphs and self.runner.graphs is not None:
@@ -68,7 +78,7 @@ class LocalExecutor:
         )
 
     def launch(self, step: Step) -> Launched:
-        with self._launches():
+        with self._launches(), nullcontext() if self.threads is None else self.threads.chosen():
             return self.runner.launch(step)
 
     def warm_up(self) -> None:

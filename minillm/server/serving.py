@@ -3,7 +3,6 @@
 import errno
 import importlib.util
 import logging
-import os
 import signal
 import socket
 import sys
@@ -177,9 +176,6 @@ def _check(config: ServerConfig) -> None:
 
     digest(config.api_key)
     hosts(config.allowed_hosts, "127.0.0.1")
-    # OpenMP threads busy-wait for one another on cores that workers and clients need. With the default spin count, a
-    # single other busy process slows down every step. The variable is read once, when torch is imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _workers(listener: socket.socket, config: ServerConfig) -> Workers:
