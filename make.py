@@ -9,7 +9,7 @@
     python make.py setup --torch-index URL        only the environment, torch from that index
     python make.py demo --dry-run                 print the commands
 
-It needs Python 3.11 or 3.12 and installs everything else into .venv.
+It needs Python 3.11, 3.12 or 3.13 and installs everything else into .venv.
 """
 
 import argparse
@@ -77,8 +77,11 @@ def main() -> None:
         for variables, words in [*todo, *commands(given.target, more)]:
             print(*(f"{name}={value}" for name, value in variables.items()), *words)
         return
-    if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        sys.exit(f"minillm needs Python 3.11 or 3.12, and this is {sys.version.split()[0]}: run it with another one")
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        sys.exit(
+            f"minillm needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {sys.version.split()[0]}: run make.py "
+            "with one of them (from python.org, or `uv python install 3.13`)"
+        )
     if todo and not VENV.exists():
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     for variables, words in todo:

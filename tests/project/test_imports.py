@@ -43,7 +43,7 @@ LAYERS = (
         "lazy_imports",
         "from_vllm",
     ),
-    *("values", "errors", "folders", "kernels"),
+    *("values", "errors", "cores", "folders", "kernels"),
 )
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 
@@ -50,6 +51,51 @@ def test_jupyterlabs_options_are_passed_on_and_other_targets_have_none():
     assert printed.endswith("jupyter lab --notebook-dir lab --allow-root --ip 0.0.0.0\n")
     refused = subprocess.run([*twin, "demo", "--allow-root"], capture_output=True, text=True)
     assert refused.returncode == 2 and "--allow-root" in refused.stderr
+
+
+def set_up(tmp_path, *, given: str = "", **versions: str) -> subprocess.CompletedProcess:
+    """Make .venv's Python where the PATH has these Pythons: scripts that answer for a version, or cannot start."""
+    (tmp_path / "path").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copy(ROOT / "requirements.lock", tmp_path)
+    for name, version in versions.items():
+        major, minor, _ = version.split(".")
+        script = tmp_path / "path" / name.replace("_", ".")
+        script.write_text(
+            "#!/bin/bash\n"
+            f'[ "$1" = --version ] && echo Python {version} && exit 0\n'
+            f'[ "$1" = -c ] && exec {sys.executable} -c "import sys; sys.version_info = ({major}, {minor}, 0); $2"\n'
+            'mkdir -p "$3/bin" && echo made > "$3/bin/python"\n'
+            if version != "0.0.0"
+            else "#!/bin/bash\nexit 127\n"
+        )
+        script.chmod(0o755)
+    variables = [f"PYTHON={given}"] if given else []
+    path = f"{tmp_path / 'path'}:/usr/bin:/bin"
+    names = "PYTHONS=" + " ".join(name.replace("_", ".") for name in versions)
+    command = ["make", ".venv/bin/python", names, *variables]
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(command, cwd=tmp_path, env=ours | {"PATH": path}, capture_output=True, text=True)
+
+
+def test_the_environment_is_made_with_the_first_python_that_fits(tmp_path):
+    done = set_up(tmp_path, python3_11="0.0.0", python3_13="3.13.0", python3="3.12.1")
+    assert done.returncode == 0 and "making .venv with Python 3.13.0" in done.stdout
+    assert (tmp_path / ".venv" / "bin" / "python").exists()
+
+
+def test_a_named_python_that_does_not_fit_is_an_error_and_no_other_is_taken(tmp_path):
+    done = set_up(tmp_path, given="python3", python3_11="3.11.7", python3="3.10.2")
+    assert done.returncode != 0 and not (tmp_path / ".venv").exists()
+    assert "needs Python 3.11, 3.12 or 3.13. Tried: python3 (Python 3.10.2)." in done.stderr
+    assert "make PYTHON=/path/to/python3.13" in done.stderr
+
+
+def test_without_a_python_that_fits_make_says_what_it_tried_and_how_to_get_one(tmp_path):
+    done = set_up(tmp_path, python3_12="0.0.0", python3="3.14.0", python="2.7.18")
+    assert done.returncode != 0
+    tried = "python3.12 (cannot be run) python3 (Python 3.14.0) python (Python 2.7.18)"
+    assert f"Tried: {tried}." in done.stderr and "uv python install 3.13" in done.stderr
 
 
 def test_continuous_integration_prints_the_summary_of_make_test_last():

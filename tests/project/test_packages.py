@@ -6,7 +6,6 @@ import tomllib
 from importlib.metadata import metadata, packages_distributions
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -16,9 +15,11 @@ from typer.testing import CliRunner
 import minillm
 from minillm import cli
 from minillm.bench import records
+from minillm.course import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = ["3.11.0", "3.12.0", "3.13.0"]
 # Packages the GPU benchmark machine lacks: importing one at the top of a module would break a measurement.
 LATE = {"fastapi", "uvicorn", "pydantic", "datasets", "ipykernel", "jupytext", "nbval", "openai", "zmq"}
 
@@ -42,7 +43,7 @@ def test_no_locked_package_needs_a_newer_python_than_the_project():
     """Debian 12, for example, comes with Python 3.11.2."""
     needs = {name: metadata(name).get("Requires-Python") for name in locked() if name not in for_other_systems()}
     assert len(needs) > 100
-    too_new = {name: need for name, need in needs.items() if need and not {"3.11.0", "3.12.0"} <= allowed(need)}
+    too_new = {name: need for name, need in needs.items() if need and not set(PYTHONS) <= allowed(need)}
     assert not too_new
 
 
@@ -52,7 +53,7 @@ def for_other_systems() -> set[str]:
 
 
 def allowed(need: str) -> set[str]:
-    return set(SpecifierSet(need).filter(["3.11.0", "3.12.0"]))
+    return set(SpecifierSet(need).filter(PYTHONS))
 
 
 def conda() -> dict:
@@ -129,12 +130,22 @@ def test_condas_python_is_one_the_project_supports():
     assert versions.contains(line.split("=")[1])
 
 
-@pytest.mark.parametrize("version", ["3.11.0", "3.12.9"])
-def test_python_311_and_312_are_supported_and_no_others(version):
-    supported = Requirement("python" + PROJECT["requires-python"]).specifier
-    assert supported.contains(version)
-    assert not supported.contains("3.10.14")
-    assert not supported.contains("3.13.0")
+def supported(version: str) -> bool:
+    return Requirement("python" + PROJECT["requires-python"]).specifier.contains(version)
+
+
+def test_the_supported_pythons_are_the_same_everywhere():
+    """In pyproject.toml, in what continuous integration runs, in `minillm doctor`, in both make files."""
+    assert all(map(supported, PYTHONS)) and not supported("3.10.14") and not supported("3.14.0")
+    minors = [version.rpartition(".")[0] for version in PYTHONS]
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    assert workflow["jobs"]["tests"]["strategy"]["matrix"]["python"] == minors
+    assert [".".join(map(str, each)) for each in doctor.PYTHONS] == minors
+    bounds = "(3, 11) <= sys.version_info[:2] < (3, 14)"
+    for name in ("Makefile", "make.py"):
+        assert bounds in (ROOT / name).read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert set(makefile.split("PYTHONS := ")[1].splitlines()[0].split()) >= {f"python{minor}" for minor in minors}
 
 
 def test_everything_the_engine_imports_is_declared():
