@@ -20,6 +20,7 @@ EVERY = 0.1  # seconds between measurements: the system counts time in ticks of 
 STALE = 1.0  # seconds: a longer time than this says little about the machine as it is now
 FREE = 0.2  # a core counts as free while other programs use less than this of it
 AGAIN = 0.1  # and as free again once they use less than this
+WARN_BELOW = 0.75  # of the cores: a step that has more of them is hardly slower
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Threads:
         left = self._total - self.busy
         fewest, most = (math.floor(left + share) for share in (AGAIN, FREE))
         self.limit = max(1, min(max(self.limit, fewest), most, self._available))
-        if self.limit < self._available and not self._warned:
+        if self.limit <= WARN_BELOW * self._available and not self._warned:
             self._warned = True
             log.warning(
                 f"other programs use {self.busy:.1f} of {self._total} cores, so steps use {self.limit} "

@@ -97,6 +97,12 @@ def test_an_engine_that_starts_on_a_busy_machine_says_so_once(caplog):
     ]
 
 
+def test_a_core_less_of_many_is_no_warning(caplog):
+    with caplog.at_level(logging.WARNING, "minillm"):
+        assert Machine(total=16).run(0.5)[-1] == 4  # torch's own number
+    assert not caplog.records
+
+
 def test_threads_stay_as_they_are_where_the_system_does_not_say_how_busy_it_is():
     now = iter(range(100))
     threads = Threads(None, OtherPrograms(lambda: None, lambda: 0.0, lambda: next(now) / 8), available=2, total=2)
