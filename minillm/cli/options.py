@@ -1,5 +1,6 @@
 """What the commands share: options, errors, logs."""
 
+import errno
 import functools
 import inspect
 import logging
@@ -31,14 +32,21 @@ JsonPath = Annotated[
     typer.Option("--json", help="Write the record into this file too; a name without .json: into data/results/."),
 ]
 
+# Errors of the machine, not of the program: a full or read-only disk, missing rights. None: raised with a sentence.
+MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, None)
+
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
     """Print an error that the user can fix as one line and exit with status 2; a bug keeps its traceback."""
     try:
         yield
-    except (MinillmError, ConnectionError, ModuleNotFoundError) as error:
+    except (MinillmError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, OSError) and not (isinstance(error, ConnectionError) or error.errno in MACHINE):
+            raise
         message = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            message = f"{error.filename2 or error.filename}: {error.strerror}"
         if isinstance(error, ModuleNotFoundError):
             message += ". `minillm doctor` says what is missing and how to install it"
         print(f"minillm: {message}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The command line starts quickly, offers all engine options, and reports errors in one line."""
 
+import errno
 import json
 import logging
 import re
@@ -14,9 +15,10 @@ from typer.testing import CliRunner
 
 from minillm import SamplingParams, Tokenizer, cli
 from minillm.bench.ablation import torch_attention
-from minillm.cli import from_vllm
+from minillm.cli import from_vllm, options
 from minillm.config import EngineConfig
 from minillm.engine.llm import chat_prompt
+from minillm.errors import ConfigError
 from minillm.model.loader import EMBEDDED
 
 
@@ -44,6 +46,30 @@ def test_every_engine_option_is_offered_and_explained(command):
         assert "--" + field.name.replace("_", "-") in text
         words = field.metadata["help"].split()
         assert len(words) > 2 and " ".join(words[1:]) in " ".join(text.split()), field.name
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a", None, "b"), "b: No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), "a: Permission denied"),
+        (OSError(errno.EROFS, "Read-only file system", "a"), "a: Read-only file system"),
+        (OSError("Not enough disk space. Needed: 3 MB"), "Not enough disk space. Needed: 3 MB"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "[Errno 111] Connection refused"),
+        (ConfigError("block_size must be positive"), "block_size must be positive"),
+    ],
+)
+def test_an_error_of_the_machine_or_of_the_user_is_one_line(error, message, capsys):
+    with pytest.raises(typer.Exit) as ended, options.friendly_errors():
+        raise error
+    assert ended.value.exit_code == 2
+    assert capsys.readouterr().err == f"minillm: {message}\n"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "No such file", "x"), ValueError("a bug")])
+def test_a_bug_keeps_its_traceback(error):
+    with pytest.raises(type(error)), options.friendly_errors():
+        raise error
 
 
 def test_only_the_options_that_were_set_reach_the_server(monkeypatch):
