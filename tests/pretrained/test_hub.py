@@ -1,0 +1,506 @@
+"""Models of the Hub: which files are downloaded, what the cache is good for, and what every failure says.
+
+The Hub is a server of this machine (`standin`); the library that asks it is the real one.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from minillm import LLM, SamplingParams
+from minillm.errors import ConfigError, MissingPackage
+from minillm.pretrained.hub import is_repository, snapshot
+from minillm.tokenizer import Tokenizer, train_bpe, write_tokenizer
+from tests import models
+from tests.pretrained import standin
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "good-people/Tiny_Model.v1"
+TEXT = ["The river Ama runs past the old mill, and the miller's daughter doesn't swim in it."] * 3
+NEEDED = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+}
+OTHERS = {
+    "README.md": b"# A model",
+    "model.gguf": b"GGUF",
+    "pytorch_model.bin": b"pickled",
+    "flax_model.msgpack": b"packed",
+    "onnx/model.onnx": b"onnx",
+    "original/consolidated.safetensors": b"of another program",
+    "training_args.json": b"{}",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model with a tokenizer, as transformers saves it."""
+    place = tmp_path_factory.mktemp("model")
+    write_tokenizer(place, *train_bpe(TEXT, 300))
+    models.make("llama3-grouped", vocab_size=300).save_pretrained(place)
+    (place / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    return place
+
+
+@pytest.fixture(scope="module")
+def sharded(model, tmp_path_factory):
+    """The same model in several files."""
+    place = tmp_path_factory.mktemp("sharded")
+    shutil.copytree(model, place, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    models.reference(model).save_pretrained(place, max_shard_size="150KB")
+    return place
+
+
+@pytest.fixture(scope="module")
+def server():
+    with standin.running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server, tmp_path, monkeypatch):
+    """The Hub with nothing in it, and an empty cache; no token."""
+    server.repositories, server.asked, server.tokens = {}, [], {}
+    server.answer, server.breaks = None, set()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    at(monkeypatch, server.url)
+    return server
+
+
+def at(monkeypatch, url: str) -> None:
+    """As if HF_ENDPOINT were this URL; the library reads the variable only once."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+@pytest.fixture
+def repository(hub, model):
+    hub.repositories[NAME] = found = standin.Repository()
+    found.commit(standin.contents(model) | OTHERS)
+    return found
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def refusal(repository: str = NAME, **options) -> str:
+    """The message of the error, in one line."""
+    with pytest.raises(ConfigError) as caught:
+        snapshot(repository, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def tokens(folder: Path, prompt: list[int], count: int = 12) -> list[int]:
+    with LLM(folder, dtype="float64", device="cpu") as llm:
+        return llm.generate(prompt, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))[0].token_ids
+
+
+def expected(folder: Path, prompt: list[int], monkeypatch, count: int = 12) -> list[int]:
+    """What transformers generates."""
+    models.keep_float64(monkeypatch)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        reference = models.reference(folder, dtype=torch.float64)
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+# What is downloaded
+
+
+def test_only_the_files_that_the_engine_reads_are_downloaded(hub, repository, model, monkeypatch):
+    folder = snapshot(NAME)
+    assert files(folder) == set(hub.downloaded()) == NEEDED
+    assert Tokenizer.from_pretrained(folder).decode(Tokenizer.from_pretrained(folder).encode(TEXT[0])) == TEXT[0]
+    prompt = Tokenizer.from_pretrained(folder).encode("The old mill")
+    assert tokens(folder, prompt) == expected(model, prompt, monkeypatch)
+
+
+def test_of_several_sets_of_weights_the_index_says_which(hub, sharded, monkeypatch):
+    own = standin.contents(sharded)
+    shards = {name for name in own if name.startswith("model-0")}
+    assert len(shards) > 2
+    hub.repositories[NAME] = found = standin.Repository()
+    found.commit(own | {"consolidated.safetensors": b"the same again", "model.safetensors": b"and again"} | OTHERS)
+    folder = snapshot(NAME)
+    assert files(folder) == NEEDED - {"model.safetensors"} | shards | {"model.safetensors.index.json"}
+    prompt = [5, 17, 80, 3]
+    assert tokens(folder, prompt) == expected(sharded, prompt, monkeypatch)
+
+
+def test_weights_under_another_name_are_downloaded_and_so_is_how_they_are_quantized(hub, model):
+    own = standin.contents(model) | {"quantize_config.json": b"{}"}
+    own["consolidated.safetensors"] = own.pop("model.safetensors")
+    hub.repositories[NAME] = found = standin.Repository()
+    found.commit(own)
+    folder = snapshot(NAME)
+    assert {"consolidated.safetensors", "quantize_config.json"} <= files(folder)
+
+
+def test_tokenizer_only(hub, repository):
+    folder = snapshot(NAME, tokenizer_only=True)
+    assert files(folder) == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert Tokenizer.from_pretrained(folder).vocab_size == 300
+    hub.asked.clear()
+    assert files(snapshot(NAME)) == NEEDED
+    assert "tokenizer.json" not in hub.downloaded()
+
+
+@pytest.mark.parametrize("form", ["name@revision", "argument", "both"])
+def test_a_revision_is_a_branch_a_tag_or_a_commit(hub, repository, model, form):
+    old = repository.revisions["main"]
+    new = repository.commit(standin.contents(model) | {"generation_config.json": b"{}"}, "refs/pr/1")
+    for revision, commit in (("refs/pr/1", new), (old, old), ("main", old)):
+        name = NAME if form == "argument" else f"{NAME}@{revision}"
+        assert snapshot(name, revision=None if form == "name@revision" else revision).name == commit
+    assert refusal(f"{NAME}@main", revision="v2").startswith(f"{NAME}@main names the revision 'main' and revision='v2'")
+
+
+def test_a_token_is_sent_to_the_hub_and_to_no_other_host(hub, repository, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", standin.TOKEN)
+    snapshot(NAME)
+    sent = {path: token for path, token in hub.tokens.items() if "/content/" not in path or "safetensors" in path}
+    assert {token for path, token in sent.items() if "/content/" not in path} == {f"Bearer {standin.TOKEN}"}
+    assert [token for path, token in sent.items() if "/content/" in path] == [None]
+
+
+# The cache
+
+
+def test_for_a_cached_commit_the_hub_is_not_asked(hub, repository):
+    commit = repository.revisions["main"]
+    folder = snapshot(f"{NAME}@{commit}")
+    hub.asked.clear()
+    assert snapshot(NAME, revision=commit) == folder
+    assert hub.asked == []
+
+
+def test_a_branch_is_looked_up_and_only_what_changed_is_downloaded(hub, repository, model):
+    first = snapshot(NAME)
+    hub.asked.clear()
+    assert snapshot(NAME) == first
+    assert hub.asked == [f"GET /api/models/{NAME}/revision/main"]
+    repository.commit(standin.contents(model) | {"generation_config.json": b'{"eos_token_id": 7}'})
+    second = snapshot(NAME)
+    assert (second / "generation_config.json").read_bytes() != (first / "generation_config.json").read_bytes()
+    assert hub.downloaded() == ["generation_config.json"]
+
+
+@pytest.mark.parametrize("how", ["offline", "refused", "silent", "a login page", "failing", "private by now"])
+def test_without_the_hub_a_complete_copy_in_the_cache_is_used(hub, repository, how, monkeypatch, caplog, dead_url):
+    folder = snapshot(NAME)
+    hub.asked.clear()
+    with unavailable(hub, how, monkeypatch, dead_url), caplog.at_level(logging.WARNING, "minillm"):
+        assert snapshot(NAME) == folder
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("minillm")]
+    if how == "offline":
+        assert hub.asked == [] and said == []
+    else:
+        assert len(said) == 1 and said[0].endswith(f"the copy in the cache is used: {folder}")
+
+
+def unavailable(hub, how, monkeypatch, dead_url):
+    """A context in which the Hub cannot be had."""
+    listener = socket.socket()
+    if how == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    elif how == "refused":
+        at(monkeypatch, dead_url)
+    elif how == "silent":  # connections are made, by the system, and never answered
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        at(monkeypatch, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.05)
+    elif how == "a login page":
+        hub.answer = (200, {"Content-Type": "text/html"}, b"<html>Welcome to the library. Please log in.</html>")
+    elif how == "another API":
+        hub.answer = (200, {"Content-Type": "application/json"}, b'{"id": "a/b", "sha": null, "siblings": []}')
+    elif how == "failing":
+        hub.answer = (502, {}, b"")
+    elif how == "busy":
+        hub.answer = (429, {}, b"")
+    else:
+        hub.repositories.clear()
+    return listener
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("offline", "HF_HUB_OFFLINE is set, and {name} is not in the cache at {cache}: unset it, or fetch the model"),
+        ("refused", "{site} cannot be reached (ConnectError: [Errno 111] Connection refused), and {name} is not in"),
+        ("silent", "{site} does not answer, and {name} is not in the cache at {cache}: check the network, then try"),
+        ("a login page", "{site} does not answer as the Hugging Face Hub does, and {name} is not in the cache"),
+        ("another API", "{site} does not answer as the Hugging Face Hub does, and {name} is not in the cache"),
+        ("failing", "{site} answers with status 502, and {name} is not in the cache at {cache}: try again later"),
+        ("busy", "{site} has had too many requests from here: wait some minutes, or log in with `hf auth login`"),
+        ("not there", "{site} has no model {name}, or it is private: check the spelling; if it is private, log in"),
+    ],
+)
+def test_without_the_hub_and_a_copy_the_error_says_what_to_do(hub, repository, how, says, monkeypatch, dead_url):
+    with unavailable(hub, how, monkeypatch, dead_url):
+        said = refusal()
+    assert says.format(site=constants.ENDPOINT, name=NAME, cache=constants.HF_HUB_CACHE) in said
+    if how not in ("busy", "not there"):
+        assert f"`hf download {NAME}`" in said
+
+
+@pytest.mark.parametrize("lacking", ["model-00002-of-00003.safetensors", "config.json", "model.safetensors.index.json"])
+def test_a_copy_that_lacks_files_is_not_used_and_is_completed_once_there_is_a_connection(
+    hub, sharded, lacking, monkeypatch
+):
+    hub.repositories[NAME] = found = standin.Repository()
+    found.commit(standin.contents(sharded) if lacking != "model-00002-of-00003.safetensors" else three_shards(sharded))
+    commit = found.revisions["main"]
+    folder = snapshot(NAME)
+    whole = files(folder)
+    (folder / lacking).unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    said = f"HF_HUB_OFFLINE is set, and the copy of {{}} in the cache lacks {lacking}: unset it, or fetch the model"
+    assert said.format(NAME) in refusal()
+    at_commit = refusal(revision=commit)
+    assert said.format(f"{NAME}@{commit}") in at_commit and f"`hf download {NAME} --revision {commit}`" in at_commit
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert snapshot(NAME, revision=commit) == folder
+    assert files(folder) == whole
+
+
+def three_shards(sharded: Path) -> dict[str, bytes]:
+    """A repository of three files of weights; what is in them does not matter."""
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    index = json.dumps({"weight_map": {f"tensor {number}": shard for number, shard in enumerate(shards)}})
+    whole = {name: content for name, content in standin.contents(sharded).items() if "safetensors" not in name}
+    return whole | dict.fromkeys(shards, b"weights") | {"model.safetensors.index.json": index.encode()}
+
+
+def test_a_copy_that_another_program_downloaded_is_used(hub, repository, monkeypatch):
+    """transformers, too, keeps models in this cache, and only the files that it reads."""
+    for name in ("config.json", "model.safetensors"):
+        huggingface_hub.hf_hub_download(NAME, name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert files(snapshot(NAME)) == {"config.json", "model.safetensors"}
+    assert "the copy of" in refusal(tokenizer_only=True)
+
+
+def test_after_an_interrupted_download_finished_files_are_kept_and_the_older_copy_still_counts(
+    hub, repository, model, monkeypatch
+):
+    old = snapshot(NAME)
+    new = repository.commit(standin.contents(model) | {"config.json": b"{}", "model.safetensors": bytes(1000)})
+    hub.breaks = {f"/content/{NAME}/{new}/model.safetensors"}
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the library's attempts
+    assert refusal().startswith(f"{NAME} could not be downloaded because {hub.url} cannot be reached (RemoteProtocol")
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.incomplete"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert snapshot(NAME) == old
+    assert "lacks model.safetensors" in refusal(revision=new)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub.breaks, hub.asked[:] = set(), []
+    assert snapshot(NAME).name == new
+    assert hub.downloaded() == ["model.safetensors"]
+
+
+# Refusals of the Hub
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        (None, "is gated: accept its terms at {site}/{name}, then log in with `hf auth login` or set HF_TOKEN"),
+        (standin.TOKEN, "is gated: accept its terms at {site}/{name}, with the account of your token"),
+    ],
+)
+def test_a_gated_model(hub, repository, token, says, monkeypatch):
+    repository.gated = True
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert refusal() == f"{NAME} {says.format(site=hub.url, name=NAME)}"
+
+
+def test_a_token_that_is_not_valid(hub, repository, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_mistyped")
+    assert refusal().startswith(f"{hub.url} rejects the token: log in with `hf auth login` or set HF_TOKEN")
+
+
+def test_a_token_without_the_right_to_read(hub, repository):
+    hub.answer = (403, {"X-Error-Message": "no"}, b"")
+    assert refusal() == (
+        f"the token may not read {NAME}: give it the right to at {hub.url}/settings/tokens, or use another"
+    )
+
+
+def test_a_model_that_is_not_there_for_a_token(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", standin.TOKEN)
+    assert refusal().endswith("check the spelling; if it is private, use a token that may read it")
+
+
+def test_a_revision_that_is_not_there_is_not_replaced_by_what_the_cache_has(hub, repository):
+    snapshot(f"{NAME}@main")
+    repository.commit(repository.files[repository.revisions["main"]], "v1")
+    snapshot(f"{NAME}@v1")
+    del repository.revisions["v1"]
+    assert refusal(f"{NAME}@v1") == (
+        f"{NAME} has no revision v1: its branches, tags and commits are at {hub.url}/{NAME}/tree/main"
+    )
+
+
+@pytest.mark.parametrize(
+    ("has", "says"),
+    [
+        (["config.json", "pytorch_model.bin"], "has no *.safetensors, only pytorch_model.bin, which minillm does not"),
+        (["b.gguf", "a.gguf"], "has its weights only as GGUF (a.gguf, b.gguf), not as safetensors"),
+        (["config.json", "x.gguf", "onnx/model.safetensors"], "has its weights only as GGUF (x.gguf), not as"),
+        (["adapter_config.json", "adapter_model.safetensors"], "is an adapter for another model"),
+        (["model.safetensors"], "has no config.json"),
+        (["config.json"], "has no weights"),
+    ],
+)
+def test_a_repository_without_weights_that_can_be_loaded(hub, has, says):
+    hub.repositories[NAME] = found = standin.Repository()
+    found.commit(dict.fromkeys(has, b"{}"))
+    assert refusal().startswith(f"{NAME} {says}")
+    assert hub.downloaded() == []
+    assert refusal(tokenizer_only=True).startswith(f"{NAME} has no tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        (b"<html>", "is not JSON"),
+        (b"{}", "weight_map must give each tensor's file by its name"),
+        (b'{"weight_map": {"a": "../../token"}}', "names ../../token, which the repository lacks"),
+    ],
+)
+def test_a_wrong_index(hub, index, says):
+    hub.repositories[NAME] = found = standin.Repository()
+    found.commit({"config.json": b"{}", "a.safetensors": b"", "model.safetensors.index.json": index})
+    assert says in refusal()
+
+
+# The disk
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_refused_before_its_weights_are_downloaded(
+    hub, repository, monkeypatch
+):
+    size = len(repository.files[repository.revisions["main"]]["model.safetensors"])
+    usage = shutil.disk_usage(ROOT)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
+    assert refusal() == (
+        f"{NAME} needs 0.0 GB more, and {constants.HF_HUB_CACHE} has 0.0 GB free: free some space, or set HF_HOME to a "
+        "directory on a larger disk"
+    )
+    assert "model.safetensors" not in hub.downloaded()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
+    folder = snapshot(NAME)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))  # nothing more is needed
+    assert snapshot(NAME) == folder
+    repository.commit(repository.files[repository.revisions["main"]] | {"README.md": b"more"}, "v2")
+    assert snapshot(NAME, revision="v2") != folder
+
+
+def test_a_disk_that_fills_up_meanwhile(hub, repository, monkeypatch):
+    def download(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", download)
+    assert refusal() == (
+        f"{NAME} could not be downloaded because the disk of {constants.HF_HUB_CACHE} is full: free some space, or set "
+        "HF_HOME to a directory on a larger disk"
+    )
+
+
+def test_a_cache_that_cannot_be_written(hub, repository, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = tmp_path / "file" / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    said = refusal()
+    assert said.startswith(f"{NAME} could not be downloaded because {cache}") and "(Not a directory)" in said
+    assert said.endswith(f"make the cache at {cache} writable, or set HF_HOME to a directory that is")
+
+
+# Names
+
+
+@given(st.text(alphabet="abZ09_-./@é", max_size=12))
+@example("a" * 96 + "/" + "b" * 96)
+@example("a" * 97 + "/b")
+@example("a/b.git")
+def test_the_form_of_a_name_follows_the_hubs_own_rules(text):
+    try:
+        validate_repo_id(text)
+        valid = text.count("/") == 1
+    except HFValidationError:
+        valid = False
+    assert is_repository(text) == is_repository(f"{text}@main") == (valid and "@" not in text) or "@" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["models/small.gguf", "./a/b", "../b", "/a/b", "~/a", "a\\b", "a", "a/b/c", "", "https://site/a", None, ROOT],
+)
+def test_paths_are_no_repositories(text):
+    assert not is_repository(text)
+    assert refusal(text).startswith("a model on the Hugging Face Hub is named org/name or org/name@revision")
+
+
+@pytest.mark.parametrize("revision", ["", "-x", "a b", "../x", "a/../../b", "/a", "a/", "v1@x", 3])
+def test_a_revision_with_a_form_that_git_does_not_allow(revision, hub):
+    assert refusal(revision=revision).startswith(f"a revision of {NAME} is a branch, a tag or a commit")
+    if isinstance(revision, str):
+        assert refusal(f"{NAME}@{revision}").startswith(f"a revision of {NAME} is a branch, a tag or a commit")
+    assert hub.asked == []
+
+
+# The library
+
+
+def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingPackage, match="`huggingface_hub`, which is not installed: "):
+        snapshot(NAME)
+
+
+def test_the_library_is_imported_only_for_a_model_and_reads_its_variables(hub, repository, tmp_path):
+    """In a process of its own: the library reads them when it is imported."""
+    code = (
+        "import sys, minillm.pretrained.hub as hub, minillm.engine.engine\n"
+        "assert 'huggingface_hub' not in sys.modules\n"
+        f"print(hub.snapshot({NAME!r}))"
+    )
+    ours = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_TOKEN": standin.TOKEN, "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | ours, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    commit = repository.revisions["main"]
+    folder = tmp_path / "home" / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots" / commit
+    assert done.stdout.splitlines()[-1] == str(folder)
+    assert hub.tokens[f"/api/models/{NAME}/revision/main"] == f"Bearer {standin.TOKEN}"
+    weights = repository.files[commit]["model.safetensors"]
+    assert (folder / "model.safetensors").resolve().name == hashlib.sha256(weights).hexdigest()
