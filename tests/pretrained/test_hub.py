@@ -255,7 +255,7 @@ def unavailable(hub, how, monkeypatch, dead_url):
     ("how", "says"),
     [
         ("offline", "HF_HUB_OFFLINE is set, and {name} is not in the cache at {cache}: unset it, or fetch the model"),
-        ("refused", "{site} cannot be reached (ConnectError: [Errno 111] Connection refused), and {name} is not in"),
+        ("refused", "{site} cannot be reached (ConnectError: "),
         ("silent", "{site} does not answer, and {name} is not in the cache at {cache}: check the network, then try"),
         ("a login page", "{site} does not answer as the Hugging Face Hub does, and {name} is not in the cache"),
         ("another API", "{site} does not answer as the Hugging Face Hub does, and {name} is not in the cache"),
@@ -269,6 +269,7 @@ def test_without_the_hub_and_a_copy_the_error_says_what_to_do(hub, repository, h
         said = refusal()
     assert says.format(site=constants.ENDPOINT, name=NAME, cache=constants.HF_HUB_CACHE) in said
     if how not in ("busy", "not there"):
+        assert f", and {NAME} is not in the cache at {constants.HF_HUB_CACHE}: " in said
         assert f"`hf download {NAME}`" in said
 
 
@@ -449,7 +450,7 @@ def test_a_cache_that_cannot_be_written(hub, repository, monkeypatch, tmp_path):
 # Names
 
 
-@given(st.text(alphabet="abZ09_-./@é", max_size=12))
+@given(st.text(alphabet="abZ09_-./é", max_size=12))
 @example("a" * 96 + "/" + "b" * 96)
 @example("a" * 97 + "/b")
 @example("a/b.git")
@@ -459,12 +460,12 @@ def test_the_form_of_a_name_follows_the_hubs_own_rules(text):
         valid = text.count("/") == 1
     except HFValidationError:
         valid = False
-    assert is_repository(text) == is_repository(f"{text}@main") == (valid and "@" not in text) or "@" in text
+    assert is_repository(text) is is_repository(f"{text}@main") is valid
 
 
 @pytest.mark.parametrize(
     "text",
-    ["models/small.gguf", "./a/b", "../b", "/a/b", "~/a", "a\\b", "a", "a/b/c", "", "https://site/a", None, ROOT],
+    ["models/a.gguf", "./a/b", "../b", "/a/b", "~/a", "a\\b", "a", "a/b/c", "", "https://site/a", None, ROOT],
 )
 def test_paths_are_no_repositories(text):
     assert not is_repository(text)
@@ -491,7 +492,7 @@ def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
 def test_the_library_is_imported_only_for_a_model_and_reads_its_variables(hub, repository, tmp_path):
     """In a process of its own: the library reads them when it is imported."""
     code = (
-        "import sys, minillm.pretrained.hub as hub, minillm.engine.engine\n"
+        "import sys, minillm.pretrained.hub as hub\n"
         "assert 'huggingface_hub' not in sys.modules\n"
         f"print(hub.snapshot({NAME!r}))"
     )
