@@ -273,6 +273,19 @@ def test_without_the_hub_and_a_copy_the_error_says_what_to_do(hub, repository, h
         assert f"`hf download {NAME}`" in said
 
 
+def test_the_hub_is_asked_with_the_librarys_own_time_limit(hub, repository, monkeypatch):
+    limits = []
+    own = huggingface_hub.HfApi.model_info
+
+    def model_info(self, *arguments, timeout=None, **options):
+        limits.append(timeout)
+        return own(self, *arguments, timeout=timeout, **options)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    snapshot(NAME)
+    assert limits == [constants.HF_HUB_ETAG_TIMEOUT] and 0 < limits[0] < 60
+
+
 @pytest.mark.parametrize("lacking", ["model-00002-of-00003.safetensors", "config.json", "model.safetensors.index.json"])
 def test_a_copy_that_lacks_files_is_not_used_and_is_completed_once_there_is_a_connection(
     hub, sharded, lacking, monkeypatch
