@@ -27,7 +27,8 @@ from minillm.calibration.quantize import check_methods, quantize
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.model import Model
-from minillm.model.loader import checkpoint_files, read_config, read_header, resolve, simulated
+from minillm.model.checkpoint import checkpoint_files, read_headers
+from minillm.model.loader import read_config, resolve, simulated
 from minillm.quantization import Fp4, Int4
 from minillm.quantization.checkpoints import read_layout
 from minillm.tokenizer import Tokenizer
@@ -200,7 +201,7 @@ class Comparison:
 
 def stored_bytes(directory: Path) -> int:
     """Bytes of all tensors in a model's files."""
-    return sum(entry.nbytes for file in checkpoint_files(directory) for entry in read_header(file).values())
+    return sum(entry.nbytes for entry in read_headers(directory).values())
 
 
 def unquantized(model: str | Path | None) -> Path:

@@ -4,12 +4,10 @@ Parameters are allocated once, on the device. Every tensor of the checkpoint is 
 slice of them. So loading needs little more memory than the model itself, for all sizes of files and all dtypes.
 """
 
-import json
 import logging
 import math
-import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +21,23 @@ from minillm.folders import DATA
 from minillm.quantization import Dense, Recipe, Weight, weight_only
 from minillm.quantization.checkpoints import ANY, Layout, read_layout
 from minillm.quantization.weight import copy_pieces, joined
-from minillm.values import read_json, shown
 
+from .checkpoint import (
+    FILE_DTYPES,
+    FLOATING,
+    Entry,
+    are_equal,
+    buffer_bytes,
+    is_consistent,
+    pieces,
+    read_headers,
+    rows_at_once,
+)
 from .config import PRESETS, ModelConfig
 from .decoder import Model
 from .families import ARCHITECTURES
 from .input_factors import fold_input_factors
-from .modules import HEAD, Module, modules
+from .modules import EMBEDDING, HEAD, Module, modules
 
 DTYPES = {
     "float64": torch.float64,
@@ -37,21 +45,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-FILE_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EMBEDDED = DATA / "tiny-gemma"
-BUFFER_BYTES = 4 << 20
 GB = 1e9
+# What some checkpoints store, and no result depends on: what follows from config.json, and scales of a quantized cache.
+UNUSED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +90,9 @@ def load_model(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
     layout = read_layout(place) if isinstance(place, Path) else None
+    entries: dict[str, Entry] = {}
+    if load_format != "dummy" and isinstance(place, Path):
+        config, entries = with_stored_head(config, read_headers(place), place)
     if layout is not None:
         if recipe is not None:
             raise ConfigError(f"{place} is quantized already; quantize the model that it was made from")
@@ -101,7 +101,6 @@ def load_model(
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
     recipe = recipe or Recipe()
-    files = [] if load_format == "dummy" or isinstance(place, str) else checkpoint_files(place)
     try:
         longest = max_model_len or config.max_model_len
         built = Model(
@@ -121,10 +120,10 @@ def load_model(
             f"the weights in {dtype}{with_formats} are {sizes[dtype]:.1f} GB, and {device} has {free:.1f} GB "
             f"free{less}; free memory on the GPU, or use a smaller model"
         ) from error
-    if load_format == "dummy":
+    if isinstance(place, str) or load_format == "dummy":
         fill_randomly(built, seed)
     else:
-        fill_from_files(built, files, layout)
+        fill_from_files(built, entries, place, layout)
     for name, why in simulated(built).items():
         log.warning("%s weights are simulated, to measure accuracy: %s", name, why)
     return built
@@ -195,69 +194,6 @@ def resolve(model: str | Path | None) -> Path | str:
         f"no such model directory: {model}. Give a directory with config.json and *.safetensors"
         f' (nothing is downloaded), or one of the shapes {", ".join(PRESETS)} with load_format="dummy"'
     )
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model: those in its index, else model.safetensors, else all. Raises ConfigError."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        placed = read_json(index, ConfigError).get("weight_map")
-        if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
-            raise ConfigError(f"{index}: weight_map must give each tensor's file by its name, not {shown(placed)}")
-        files = [directory / name for name in sorted(set(placed.values()))]
-    elif (directory / "model.safetensors").is_file():
-        files = [directory / "model.safetensors"]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f'{directory} has no *.safetensors; load_format="dummy" makes random weights instead')
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{index} names {file.name}, which is missing")
-    return files
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The location of one tensor in a safetensors file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # offset in the file, in bytes
-    nbytes: int
-
-
-def read_header(file: Path) -> dict[str, Entry]:
-    """A safetensors file's table of contents: 8 bytes of length, JSON, then the tensors' bytes.
-
-    Format: https://huggingface.co/docs/safetensors (section Format). Raises ConfigError if the file is
-    truncated.
-    """
-    size = file.stat().st_size
-    cut = ConfigError(f"{file} is truncated or not a safetensors file ({size} bytes): copy it again")
-    with file.open("rb") as stream:
-        first = stream.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if length > size - 8:
-            raise cut
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            entries = {}
-            for name, tensor in header.items():
-                dtype, shape, (begin, end) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
-                if not isinstance(dtype, str) or not all(type(each) is int and each >= 0 for each in (*shape, begin)):
-                    raise cut
-                if type(end) is not int or end < begin:
-                    raise cut
-                entries[name] = Entry(file, dtype, tuple(shape), 8 + length + begin, end - begin)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise cut from None
-    for name, entry in entries.items():
-        if entry.start + entry.nbytes > size:
-            raise ConfigError(f"{file} is truncated: tensor {name} ends after the file's {size} bytes. Copy it again")
-    return entries
 
 
 @dataclass(frozen=True)
@@ -335,14 +271,38 @@ class QuantizedModule:
         self.found = {}
 
 
-def fill_from_files(model: Model, files: list[Path], layout: Layout | None = None) -> None:
+def with_stored_head(
+    config: ModelConfig, entries: dict[str, Entry], directory: Path
+) -> tuple[ModelConfig, dict[str, Entry]]:
+    """Decide from a model's files whether its head is the embedding: (config, entries without a head that is a copy).
+
+    Tools that train or quantize a model may leave tie_word_embeddings true in config.json and store another head. The
+    head is used then, as in transformers. A file may also store the tied matrix as the head alone, or twice.
+    """
+    own = {name for name in entries if name.startswith(f"{HEAD}.")}
+    if not config.tie_word_embeddings or not own:
+        return config, entries
+    head, table = f"{HEAD}.weight", f"{EMBEDDING}.weight"
+    if own == {head}:
+        rest = {name: entry for name, entry in entries.items() if name != head}
+        if not any(name.startswith(f"{EMBEDDING}.") for name in entries):
+            return config, {table: entries[head]} | rest
+        if table in entries and are_equal(entries[head], entries[table]):
+            return config, rest
+    log.warning(
+        "%s: config.json ties the head to the embedding, but the file %s has another head, which is used: set "
+        "tie_word_embeddings to false there",
+        directory,
+        entries[min(own)].file.name,
+    )
+    return replace(config, tie_word_embeddings=False), entries
+
+
+def fill_from_files(model: Model, entries: dict[str, Entry], directory: Path, layout: Layout | None = None) -> None:
     """Stream every tensor into the model. Names, shapes and dtypes are checked before any data is read."""
     places = destinations(model, layout)
-    entries: dict[str, Entry] = {}
-    for file in files:
-        entries |= read_header(file)
-    entries = {name: entry for name, entry in entries.items() if not _redundant(name, model.config)}
-    _check_names(places, entries, files[0].parent, model.config)
+    entries = {name: entry for name, entry in entries.items() if not name.endswith(UNUSED)}
+    _check_names(places, entries, directory)
     for name, entry in entries.items():
         wanted = places[name].shape
         if entry.shape == () and wanted == (1,):  # some tools write single numbers this way
@@ -354,14 +314,15 @@ def fill_from_files(model: Model, files: list[Path], layout: Layout | None = Non
         supported = [each for each, dtype in FILE_DTYPES.items() if dtype in places[name].dtypes]
         if entry.dtype not in supported:
             raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; supported are {', '.join(supported)}")
-        if entry.nbytes != math.prod(entry.shape) * FILE_DTYPES[entry.dtype].itemsize:
+        if not is_consistent(entry):
             raise ConfigError(f"{entry.file}: tensor {name} has {entry.nbytes} bytes, which do not match its shape")
     # One buffer for all tensors: with one for each, fragmentation would raise the peak to several of them.
-    buffer = torch.empty(max(min(entry.nbytes, _most_bytes(entry)) for entry in entries.values()), dtype=torch.uint8)
+    largest = max(buffer_bytes(entry, rows_at_once(entry)) for entry in entries.values())
+    buffer = torch.empty(largest, dtype=torch.uint8)
     left = Counter(id(places[name].module) for name in entries)
     factors: dict[str, Tensor] = {}
     for name, entry in entries.items():
-        places[name].load(_pieces(entry, buffer))
+        places[name].load(pieces(entry, buffer, rows_at_once(entry)))
         left[id(module := places[name].module)] -= 1
         if module is None or left[id(module)]:
             continue
@@ -376,52 +337,19 @@ def fill_from_files(model: Model, files: list[Path], layout: Layout | None = Non
     try:
         fold_input_factors(model, factors)
     except ConfigError as error:
-        raise ConfigError(f"{files[0].parent}: {error}") from None
+        raise ConfigError(f"{directory}: {error}") from None
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) == len(wanted) and all(most in (ANY, own) for own, most in zip(shape, wanted, strict=True))
 
 
-def _most_bytes(entry: Entry) -> int:
-    """The bytes of as many rows as fit into BUFFER_BYTES, at least one."""
-    row_bytes = max(entry.nbytes // entry.shape[0], 1) if entry.nbytes else 1
-    return max(1, BUFFER_BYTES // row_bytes) * row_bytes
-
-
-def _pieces(entry: Entry, buffer: Tensor) -> Iterator[Tensor]:
-    """A tensor's rows, one buffer at a time. Pages of a memory-mapped file would count toward the process's memory."""
-    window, left, most = buffer.numpy().data, entry.nbytes, _most_bytes(entry)
-    with entry.file.open("rb", buffering=0) as stream:
-        stream.seek(entry.start)
-        while left:
-            size, filled = min(left, most), 0
-            while filled < size:
-                count = stream.readinto(window[filled:size])
-                if not count:
-                    raise ConfigError(f"{entry.file} became shorter while it was read")
-                filled += count
-            yield buffer[:size].view(FILE_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
-            left -= size
-
-
-def _redundant(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor, which some checkpoints contain, follows from others, or is a scale for a quantized cache."""
-    unused = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
-    return name.endswith(unused) or (name == "lm_head.weight" and config.tie_word_embeddings)
-
-
-def _check_names(
-    places: dict[str, Destination], entries: dict[str, Entry], directory: Path, config: ModelConfig
-) -> None:
-    if config.tie_word_embeddings and (head := sorted(name for name in entries if name.startswith("lm_head."))):
-        raise ConfigError(
-            f"{entries[head[0]].file} has a quantized head ({_listed(head)}), but config.json ties the head to the "
-            "embedding: set tie_word_embeddings there to false to use both"
-        )
+def _check_names(places: dict[str, Destination], entries: dict[str, Entry], directory: Path) -> None:
     problems = []
     if missing := sorted({name for name, place in places.items() if place.required} - entries.keys()):
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
+        if missing == [f"{HEAD}.weight"]:
+            problems.append("if the head is the embedding, set tie_word_embeddings there to true")
     if left_over := sorted(entries.keys() - places.keys()):
         problems.append(f"{len(left_over)} that do not belong to its config.json: {_listed(left_over)}")
     if problems:

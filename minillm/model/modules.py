@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .config import ModelConfig
 
+EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"  # the module that a head is; if it is tied, its matrix is the embedding's
 
 

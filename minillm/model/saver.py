@@ -128,6 +128,7 @@ def _config(model: Model, source: Path, dtype: torch.dtype) -> dict[str, Any]:
     config = read_json(source / "config.json", ConfigError)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
+    config["tie_word_embeddings"] = model.config.tie_word_embeddings  # the file may have had a head that config denied
     config.pop("quantization_config", None)
     if model.config.rotations:
         config["rotations"] = list(model.config.rotations)

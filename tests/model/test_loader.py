@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm.errors import ConfigError
-from minillm.model import loader
+from minillm.model import checkpoint, loader
 from minillm.model.config import PRESETS
 from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
@@ -121,7 +121,7 @@ def test_auto_is_float32_on_a_cpu(trained, tmp_path):
 def test_tensors_larger_than_the_buffer_are_read_in_pieces(saved, monkeypatch):
     whole = load_model(saved)
     for size in (1, 1000):
-        monkeypatch.setattr(loader, "BUFFER_BYTES", size)
+        monkeypatch.setattr(checkpoint, "BUFFER_BYTES", size)
         assert_same(load_model(saved), whole)
 
 

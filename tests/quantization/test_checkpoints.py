@@ -327,13 +327,16 @@ def test_a_quantized_head_is_read_and_the_embedding_stays_dense(write, config, m
     assert_equal_twin(directory, twin)
 
 
-def test_a_quantized_head_of_a_tied_model_is_refused_with_the_way_out(made):
+def test_a_quantized_head_is_used_even_if_the_configuration_ties_it(made):
     directory, twin = made("gemma-multi-head-untied", head_too(gptq), GPTQ | {"lm_head": True})
     changed(directory, "config.json", lambda config: config | {"tie_word_embeddings": True})
-    message = r"model\.safetensors has a quantized head \(lm_head\.g_idx, .*set tie_word_embeddings there to false"
-    with pytest.raises(ConfigError, match=message):
-        load_model(directory)
-    changed(directory, "config.json", lambda config: config | {"tie_word_embeddings": False})
+    assert load_model(directory).head.format == Int4(SIZE, False)
+    assert_equal_twin(directory, twin)
+
+
+def test_a_dense_head_of_a_quantized_checkpoint_is_used_even_if_the_configuration_ties_it(made):
+    directory, twin = made("gemma-multi-head-untied", everywhere(gptq), GPTQ)
+    changed(directory, "config.json", lambda config: config | {"tie_word_embeddings": True})
     assert_equal_twin(directory, twin)
 
 
