@@ -6,7 +6,7 @@ and streams of tokens are decoded by the same code, so their texts are equal.
 """
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import regex
 
@@ -59,16 +59,26 @@ class Decoder:
         return "".join(pieces)
 
 
-def token_bytes(spec: Spec | None, token: str) -> bytes:
-    """The bytes that a token adds inside a text. Byte tokens and byte-level tokens may hold parts of a character."""
+def tokens_bytes(spec: Spec | None, tokens: Sequence[str]) -> list[bytes]:
+    """The bytes that each token adds inside a text. Byte tokens and byte-level tokens may hold parts of a character."""
     kinds = {step["type"] for step in _flatten(spec)} if spec else set()
-    if "ByteFallback" in kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
-        return bytes.fromhex(byte[1])
-    if "ByteLevel" in kinds and all(character in _BYTES for character in token):
-        return bytes(map(_BYTES.__getitem__, token))
-    before, both = Decoder(spec), Decoder(spec)  # a first token may lose its space, so let another one be first
-    alone, text = before.push(["a"]) + before.finish(), both.push(["a", token]) + both.finish()
-    return text.removeprefix(alone).encode()
+    found: dict[str, bytes] = {}
+    for token in tokens:
+        if "ByteFallback" in kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
+            found[token] = bytes.fromhex(byte[1])
+        elif "ByteLevel" in kinds and all(character in _BYTES for character in token):
+            found[token] = bytes(map(_BYTES.__getitem__, token))
+    # All others in one text, with a mark around each: a decoder may change the start and the end of a text.
+    others = [token for token in dict.fromkeys(tokens) if token not in found]
+    taken = {*"".join(others)}
+    mark = next(character for character in map(chr, range(0xE000, 0xF900)) if character not in taken)
+    decoder = Decoder(spec)
+    text = decoder.push([mark, *(piece for token in others for piece in (token, mark))]) + decoder.finish()
+    between = Decoder(spec)
+    gap = len(between.push([mark, mark]) + between.finish()) - 2  # what joins two tokens without a decoder
+    decoded = text.split(mark)[1:-1]
+    found |= {token: each[: len(each) - gap].encode() for token, each in zip(others, decoded, strict=True)}
+    return [found[token] for token in tokens]
 
 
 def _flatten(spec: Spec) -> list[Spec]:

@@ -15,7 +15,7 @@ from minillm.values import read_json
 from .added_tokens import AddedToken, AddedTokens
 from .bpe import BPE
 from .chat import ChatTemplate
-from .decoders import Decoder, token_bytes
+from .decoders import Decoder, tokens_bytes
 from .normalizers import build_normalizer
 from .patterns import Spec, TokenizerError
 from .pre_tokenizers import build_pre_tokenizer
@@ -151,8 +151,13 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes | None:
         """The bytes that this token adds inside a text; None for a special token and for an unknown id."""
-        token = self._tokens.get(id)
-        return None if token is None or id in self._special else token_bytes(self._decoder_spec, token)
+        return self.tokens_bytes([id])[0]
+
+    def tokens_bytes(self, ids: Iterable[int]) -> list[bytes | None]:
+        """`token_bytes` of each id, in much less time than one by one."""
+        tokens = [None if id in self._special else self._tokens.get(id) for id in ids]
+        known = iter(tokens_bytes(self._decoder_spec, [token for token in tokens if token is not None]))
+        return [None if token is None else next(known) for token in tokens]
 
     def id(self, token: str) -> int:
         """The id of this token. Raises TokenizerError if it is not in the vocabulary."""

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from minillm.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerError
+from minillm.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerError, decoders
 from minillm.tokenizer.chat import ChatTemplate
 
 
@@ -171,3 +171,40 @@ def test_the_bytes_of_a_texts_tokens_are_the_text_in_every_layout(pair):
     assert tokenizer.token_bytes(tokenizer.vocab_size + 7) is None
     special = tokenizer.encode("", add_special_tokens=True)
     assert [tokenizer.token_bytes(token) for token in special] == [None] * len(special)
+
+
+def test_the_bytes_of_each_token_are_what_it_adds_between_two_others(pair, monkeypatch):
+    """As the library decodes it, for tokens of whole characters; two decoders do for all tokens."""
+    tokenizer, theirs = pair
+    made = []
+    monkeypatch.setattr(decoders.Decoder, "push", counting(decoders.Decoder.push, made))
+    found = tokenizer.tokens_bytes(range(tokenizer.vocab_size + 1))
+    assert len(made) <= 2 and found[-1] is None
+    anchor = tokenizer.id("a")
+    compared = 0
+    for id, each in enumerate(found):
+        whole = each is not None and "\ufffd" not in each.decode(errors="replace")
+        if whole and not tokenizer.token(id).startswith("<0x"):
+            assert theirs.decode([anchor, id, anchor], skip_special_tokens=False) == f"a{each.decode()}a"
+            assert tokenizer.token_bytes(id) == each
+            compared += 1
+    assert compared > tokenizer.vocab_size // 3
+
+
+def counting(function, calls):
+    def counted(*args):
+        calls.append(function.__name__)
+        return function(*args)
+
+    return counted
+
+
+def test_the_bytes_of_a_token_do_not_depend_on_a_texts_start_or_end():
+    """A decoder may join tokens with spaces, or strip a text's ends."""
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 1}
+    tokens = ["a", " a", "a ", "▁", "\ue000", "<0x41>"]
+    plain = [token.encode() for token in tokens]
+    assert decoders.tokens_bytes(None, tokens) == [b" " + each for each in plain]
+    assert decoders.tokens_bytes({"type": "Sequence", "decoders": [{"type": "Fuse"}, strip]}, tokens) == plain
+    byte = [*plain[:5], b"A"]
+    assert decoders.tokens_bytes({"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}, tokens) == byte
