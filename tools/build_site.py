@@ -37,7 +37,7 @@ HOME = "index.md"  # what README.md is called there
 ASSETS = ROOT / "tools" / "site" / "assets"
 API = "API reference"
 TEACHING = ("instructors", "grading", "talking_points", "mistakes")
-MODULES = ("config", "errors", "grammar")  # documented like the packages, which say in `__all__` what is public
+MODULES = ("config", "errors")  # documented like the packages, which say in `__all__` what is public
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 
 
