@@ -4,6 +4,9 @@ Every error class of the project is a `MinillmError`. Each keeps the built-in cl
 that `except ValueError` still catches a wrong value. A bug raises something else, with its traceback.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MinillmError(Exception):
     """Base class of every error that the caller can fix."""
@@ -27,3 +30,14 @@ class MissingPackage(MinillmError, ImportError):
 
 class Unreachable(MinillmError, ConnectionError):
     """A server or a site that does not answer."""
+
+
+@contextmanager
+def naming(what: str, place: int, count: int) -> Iterator[None]:
+    """Say which of `count` inputs a wrong value is in, by its place from 0. A single input needs no number."""
+    try:
+        yield
+    except MinillmError as error:
+        if count == 1 or not isinstance(error, ValueError):
+            raise
+        raise type(error)(f"{what} {place}: {error}") from None

@@ -29,9 +29,9 @@ RANGES = {
 }
 # name -> least allowed, the first that is too much, and both in words
 WHOLE = {
-    "max_tokens": (1, 2**31, "a whole number from 1"),
-    "min_tokens": (0, 2**31, "a whole number from 0"),
-    "top_k": (-1, 2**31, "a whole number from -1"),
+    "max_tokens": (0, 2**31, f"a whole number from 0 to {2**31 - 1}"),
+    "min_tokens": (0, 2**31, f"a whole number from 0 to {2**31 - 1}"),
+    "top_k": (-1, 2**31, f"a whole number from -1 to {2**31 - 1}"),
     "logprobs": (0, MAX_LOGPROBS + 1, f"a whole number from 0 to {MAX_LOGPROBS}"),
     "prompt_logprobs": (0, MAX_LOGPROBS + 1, f"a whole number from 0 to {MAX_LOGPROBS}"),
     "seed": (-(2**63), 2**63, "a 64-bit whole number"),
@@ -113,7 +113,8 @@ class SamplingParams:
     The steps run in this order: logit_bias, penalties, min_tokens, the grammar of json_schema or regex, temperature,
     min_p, top_k, top_p.
 
-    max_tokens          most tokens to generate (at least 1); None: as many as a request may have
+    max_tokens          most tokens to generate; None: as many as a request may have; 0: none, so that a prompt to be
+                        scored (prompt_logprobs) may fill the whole context
     min_tokens          no stop token is sampled before this many tokens are generated, and no stop string counts that
                         they complete
     temperature         0 takes the most likely token; 1 samples the model's own distribution
@@ -403,3 +404,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.known = self.prompt
+        if not self.generates:  # the end of the prompt yields a token, which ends the request whatever it is
+            self.limit, self.stop_ids = len(self.prompt) + 1, ()
+
+    @property
+    def generates(self) -> bool:
+        """Whether it has output. Without, the token after its prompt is dropped, and takes no room in the context."""
+        return self.params.max_tokens != 0
+
+    @property
+    def output(self) -> np.ndarray:
+        """Its output, [tokens] int32, while it is in no row."""
+        return self.known[len(self.prompt) :] if self.generates else self.known[:0]

@@ -335,7 +335,7 @@ def test_numbers_and_token_ids_may_be_torchs(llm):
     assert (type(params.max_tokens), type(params.temperature), type(params.ignore_eos)) == (int, float, bool)
     assert SamplingParams(stop_token_ids=torch.tensor([3, 4])).stop_token_ids == (3, 4)
     for wrong in (torch.tensor(3.0), torch.tensor([3]), torch.tensor(True)):
-        with pytest.raises(InvalidRequest, match="max_tokens must be a whole number from 1, not tensor"):
+        with pytest.raises(InvalidRequest, match="max_tokens must be a whole number from 0 to 2147483647, not tensor"):
             SamplingParams(max_tokens=wrong)
     ids = llm.tokenizer.encode("The river")
     wanted = llm.generate(ids, params)[0].token_ids

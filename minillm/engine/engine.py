@@ -63,7 +63,7 @@ class Tracked:
     def watched(self) -> bool:
         """Whether each of its tokens must be looked at as it comes."""
         known = self.listener is not None or self.output is not None or self.completion.logprobs is not None
-        return known or self.request.matcher is not None
+        return self.request.generates and (known or self.request.matcher is not None)
 
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
@@ -422,7 +422,7 @@ class Engine:
             return
         completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
         completion.finish_time = time.perf_counter()
-        completion.token_ids = request.known[len(request.prompt) :].tolist()
+        completion.token_ids = request.output.tolist()
         output = tracked.output
         if output is None and self.tokenizer is not None and tracked.wants_text:
             output = OutputText(self.tokenizer)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from minillm import from_vllm
 from minillm.config import EngineOptions
-from minillm.errors import EngineClosed, InvalidRequest
+from minillm.errors import EngineClosed, InvalidRequest, naming
 from minillm.request import Completion, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 from minillm.values import as_int, as_tuple, shown
@@ -65,14 +65,12 @@ class LLM:
         first: list[int] = []  # the place in the batch of each prompt's first choice
         for i, (prompt, wanted, option) in enumerate(zip(each_prompt, each_params, each_options, strict=True)):
             first.append(len(batch))
-            try:
+            with naming("prompt", i, count):
                 several = isinstance(wanted, SamplingParams) and wanted.n > 1
                 batch += [
                     engine.prepare(prompt, choice, option)
                     for choice in (wanted.choices(wanted.n) if wanted and several else [wanted])
                 ]
-            except InvalidRequest as error:
-                raise InvalidRequest(f"prompt {i}: {error}" if count > 1 else str(error)) from None
         bar = _progress_bar(len(batch)) if progress else None
         try:
             for tracked in batch:
@@ -116,7 +114,10 @@ class LLM:
             raise InvalidRequest(f"messages must be a list of {MESSAGE}, not {shown(messages)}")
         if isinstance(conversations[0], Mapping):
             conversations = (conversations,)
-        prompts = [rendered_chat(self.tokenizer, conversation) for conversation in conversations]
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            with naming("conversation", i, len(conversations)):
+                prompts.append(rendered_chat(self.tokenizer, conversation))
         done = self.generate([ids for _, ids in prompts], params, options, progress=progress)
         for first, (text, _) in zip(done, prompts, strict=True):
             for each in first.outputs:
@@ -191,7 +192,12 @@ def as_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
         raise InvalidRequest(f"prompts must be a string, a list of token ids, or a list of those, not {shown(prompts)}")
     if several and (isinstance(several[0], int) or as_int(several[0]) is not None):
         return [several]
-    return [from_vllm.prompt(each) if isinstance(each, Mapping) else each for each in several]
+    found = list(several)
+    for i, each in enumerate(found):
+        if isinstance(each, Mapping):
+            with naming("prompt", i, len(found)):
+                found[i] = from_vllm.prompt(each)
+    return found
 
 
 def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> list[int]:

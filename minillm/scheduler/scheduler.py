@@ -104,14 +104,15 @@ class Scheduler:
 
     def validate(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run, however long it waited. Changes nothing."""
-        prompt, limit = len(request.prompt), request.limit
-        if not 0 < prompt < limit <= self.longest:
+        prompt, limit, dropped = len(request.prompt), request.limit, int(not request.generates)
+        if not 0 < prompt < limit <= self.longest + dropped:
             name, way = ("a stream's limit", "") if self.stream else ("max_model_len", " or raise max_model_len")
+            misfit = "does not fit" if dropped else "leaves no room for output"
             raise InvalidRequest(
-                f"a prompt of {prompt} tokens leaves no room for output: prompt and output share {name} = "
-                f"{self.longest} tokens, and the prompt needs at least one; shorten it{way}"
+                f"a prompt of {prompt} tokens {misfit}: prompt and output share {name} = {self.longest} tokens, and "
+                f"the prompt needs at least one; shorten it{way}"
             )
-        needed = self.tables.most(limit)
+        needed = self.tables.most(limit - dropped)
         if needed > self.pool.num_blocks:
             raise InvalidRequest(
                 f"{limit} tokens of prompt and output need {needed} cache blocks of {self.block_size} tokens, and the "
@@ -436,8 +437,7 @@ class Scheduler:
         row = request.row
         self._register(request, int(self.computed[row]))
         request.known = self.tokens[row, : self.confirmed[row]].copy()
-        request.row = -1
-        self.requests[row] = None
+        request.row, self.requests[row] = -1, None
         self.confirmed[row] = self.known[row] = self.limit[row] = 0
         self.matchers.pop(row, None)
         self.order = self.order[self.order != row]

@@ -22,23 +22,23 @@ from minillm.tokenizer import TokenizerError
 from minillm.values import QUOTED, shown
 
 from . import kserve
+from .api_error import APIError
 from .body import BodyReader, Form, takes
 from .engine_room.page import add_page
 from .event_stream import ClientGone, EventStream, unless_disconnected
 from .gate import Gate, hosts, refusal
+from .lengths import one_of, readable, room
 from .limits import HEALTH
-from .link import Choice, EngineError, Prompt, RemoteEngine, readable, room
+from .link import Choice, EngineError, Prompt, RemoteEngine
+from .messages import Message, turns
 from .protocol import (
-    APIError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    Message,
     StreamOptions,
     TokenizeRequest,
     as_api_error,
-    turns,
 )
 from .responses import Answer, ChatForm, CompletionForm, TokenTexts, dumps, usage
 
@@ -193,7 +193,7 @@ class _Server:
 
     async def complete(self, body: CompletionRequest) -> Response:
         texts, params, n = body.prompts(), body.params(), body.n or 1
-        prompts = await self.prompts(texts, n)
+        prompts = await self.prompts(texts, n, least=0 if body.scores_only else 1)
         form = CompletionForm(self.texts, body.logprobs, bool(body.return_token_ids), n)
         if body.echo:
             form.echoes = [await self.echo(text, _long(texts)) for text in texts]
@@ -241,17 +241,23 @@ class _Server:
 
     # ---- prompts
 
-    async def prompts(self, texts: Sequence[str | list[int]], n: int) -> list[Prompt]:
-        """Check and tokenize the prompts of a request that wants n choices of each."""
+    async def prompts(self, texts: Sequence[str | list[int]], n: int, least: int = 1) -> list[Prompt]:
+        """Check and tokenize the prompts of a request that wants n choices of each, of at least `least` tokens."""
         self.check_choices(len(texts) * n, n)
         in_thread = _long(texts)
-        await _run(in_thread, self.check_lengths, texts)
-        return [await self.tokenize(text, in_thread) if isinstance(text, str) else Prompt(text) for text in texts]
+        await _run(in_thread, self.check_lengths, texts, least)
+        names = [one_of(len(texts), place) for place in range(len(texts))]
+        return [
+            await self.tokenize(text, in_thread, name=name, least=least) if isinstance(text, str) else Prompt(text)
+            for name, text in zip(names, texts, strict=True)
+        ]
 
-    async def tokenize(self, text: str, in_thread: bool, *, special: bool = True, name: str = "prompt") -> Prompt:
+    async def tokenize(
+        self, text: str, in_thread: bool, *, special: bool = True, name: str = "prompt", least: int = 1
+    ) -> Prompt:
         """Tokenize a prompt. Its ids are None if only the engine's process has the tokenizer.
 
-        in_thread: tokenize in a thread, because the request's text is long.
+        in_thread: tokenize in a thread, because the request's text is long. least: tokens of output that must fit, too.
         """
         engine = self.engine
         if not engine.encodes:
@@ -261,28 +267,26 @@ class _Server:
         try:
             ids = await _run(in_thread, engine.tokenizer.encode, text, special)
         except TokenizerError as error:
-            raise APIError(f"{name}: {error}", param=name) from None
-        room(len(ids), engine.max_request_len, name)
+            raise APIError(f"{name}: {error}", param=name.split()[0]) from None
+        room(len(ids), engine.max_request_len, name, least)
         return Prompt(ids, text, special)
 
-    def check_lengths(self, prompts: Sequence[str | list[int]]) -> None:
+    def check_lengths(self, prompts: Sequence[str | list[int]], least: int) -> None:
         """Reject prompts that cannot fit before doing any work on them."""
-        for prompt in prompts:
-            self._check_length(prompt)
-
-    def _check_length(self, prompt: str | list[int]) -> None:
-        engine = self.engine
-        if isinstance(prompt, str):
-            readable(len(prompt), engine.max_request_len)
-            return
-        room(len(prompt), engine.max_request_len)
-        self._check_ids(prompt, "prompt")
+        limit = self.engine.max_request_len
+        for place, prompt in enumerate(prompts):
+            name = one_of(len(prompts), place)
+            if isinstance(prompt, str):
+                readable(len(prompt), limit, name)
+            else:
+                room(len(prompt), limit, name, least)
+                self._check_ids(prompt, name)
 
     def _check_ids(self, ids: list[int], name: str) -> None:
         for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self.engine.vocab_size:
                 message = f"{name}: token id {shown(token)} is outside the vocabulary of {self.engine.vocab_size}"
-                raise APIError(message, param=name)
+                raise APIError(message, param=name.split()[0])
 
     async def render(self, conversation: Sequence[Message]) -> tuple[str, bool]:
         """A conversation, formatted with the model's chat template, and whether it is so long as to need a thread."""

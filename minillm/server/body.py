@@ -11,10 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from minillm.values import shown
 
 from . import limits
+from .api_error import APIError, malformed, unknown_field
 from .bounded_json import BoundedDecoder, TooDeep, TooManyValues, UnknownMember
 from .event_stream import ClientGone
 from .link import Busy
-from .protocol import NO_OBJECT, APIError, Body, malformed, unknown_field
+from .protocol import NO_OBJECT, Body
 
 Form = TypeVar("Form", bound=Body)
 JSON_LENGTH = "inference-header-content-length"  # Triton's header: bytes of JSON, if binary tensors follow it

@@ -16,9 +16,9 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
 
 from . import limits
+from .api_error import APIError
 from .config import ServerConfig
 from .event_stream import DIRECT
-from .protocol import APIError
 from .shares import Shares
 
 log = logging.getLogger(__name__)

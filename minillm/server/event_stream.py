@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 from minillm.errors import MinillmError
 
 from .access import CURRENT
-from .protocol import APIError, as_api_error
+from .api_error import APIError
+from .protocol import as_api_error
 
 DIRECT = "minillm.direct_body"  # an ASGI extension: its "write" takes a piece of the body, and is faster than `send`
 

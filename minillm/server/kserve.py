@@ -18,10 +18,11 @@ from minillm.request import Completion, Delta
 from minillm.values import QUOTED, shown
 
 from . import tensors
+from .api_error import APIError, check_members, malformed, unknown_field
 from .body import JSON_LENGTH, Form, takes
 from .event_stream import BareStream
 from .link import Choice, Prompt, RemoteEngine
-from .protocol import APIError, Body, GenerationRequest, check_members, malformed, unknown_field
+from .protocol import Body, GenerationRequest
 from .responses import dumps
 
 VERSION = "1"  # of the model; Triton numbers the versions in a model's folder

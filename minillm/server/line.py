@@ -14,11 +14,12 @@ import numpy as np
 
 from minillm import overrides
 from minillm.engine.async_llm import Prepared
-from minillm.errors import InvalidRequest, MissingPackage
+from minillm.errors import InvalidRequest, MissingPackage, naming
 from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 
-from .link import NUMBER, TooLong, Unpacker, pack, room
+from .lengths import TooLong, one_of, room
+from .link import NUMBER, Unpacker, pack
 from .waiting import retry_after
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class Line:
         def begin(check: Callable[[], SamplingParams]) -> None:
             try:
                 shared = check()
-                ids, encoded = self._read_prompts(numbers, prompts)
+                ids, encoded = self._read_prompts(numbers, prompts, shared)
                 if encoded:
                     lengths = [len(each) for each in ids]
                     message = {"op": "prompts", "key": key, "lengths": lengths, "choices": n}
@@ -257,17 +258,21 @@ class Line:
         compiled = self.hub.compiler.submit(check_if_wanted)
         compiled.add_done_callback(lambda checked: self.hub.soon(lambda: done(checked)))
 
-    def _read_prompts(self, numbers: array, prompts: list[dict]) -> tuple[list[np.ndarray], bool]:
+    def _read_prompts(
+        self, numbers: array, prompts: list[dict], params: SamplingParams
+    ) -> tuple[list[np.ndarray], bool]:
         """The token ids of each prompt, and whether any prompt was encoded here."""
         left, found, encoded = np.asarray(numbers), [], False
         tokenizer = self.engine.tokenizer
         own = any(each["text"] is not None for each in prompts) and overrides.replaced("bpe_merge")
-        for each in prompts:
+        for place, each in enumerate(prompts):
             length = each["length"] or 0
             ids, left = left[:length], left[length:]
             if tokenizer is not None and each["text"] is not None and (own or each["length"] is None):
-                ids = np.array(tokenizer.encode(each["text"], add_special_tokens=each["special"]), np.int64)
-                room(len(ids), self.engine.max_request_len)
+                with naming("prompt", place, len(prompts)):
+                    ids = np.array(tokenizer.encode(each["text"], add_special_tokens=each["special"]), np.int64)
+                name, least = one_of(len(prompts), place), int(params.max_tokens != 0)
+                room(len(ids), self.engine.max_request_len, name, least)
                 encoded = True
             found.append(ids)
         return found, encoded
@@ -285,12 +290,13 @@ class Line:
         params: one for each choice of a prompt; the engine has already checked the values that they share.
         """
         jobs: list[Job] = []
-        for ids in prompts:
+        for place, ids in enumerate(prompts):
             for each in params:
                 job = Job(key + len(jobs), client)
-                job.prepared = self.engine.prepare(
-                    ids, each, self, job, options=options, wants_text=self.hub.reads_text, checked=True
-                )
+                with naming("prompt", place, len(prompts)):
+                    job.prepared = self.engine.prepare(
+                        ids, each, self, job, options=options, wants_text=self.hub.reads_text, checked=True
+                    )
                 jobs.append(job)
         self.jobs |= {job.key: job for job in jobs}
         if client is not None:

@@ -39,12 +39,12 @@ from minillm.tokenizer import Tokenizer
 
 from .access import CURRENT, Access
 from .config import ServerConfig
+from .lengths import TooLong
 from .waiting import retry_after
 
 SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers that follow it
 NUMBER = "q"
 MANY_NUMBERS = 1 << 16  # more than this are joined in a thread, so that other streams keep going
-CHARACTERS_PER_TOKEN = 128  # the longest tokens in use are runs of 128 spaces; most text has about four
 
 
 class EngineError(MinillmError):
@@ -79,10 +79,6 @@ class PastDeadline(EngineError):
         self.code = code
 
 
-class TooLong(InvalidRequest):
-    """A prompt that leaves no room for output."""
-
-
 REFUSALS: dict[str, Callable[..., Exception]] = {
     "invalid": InvalidRequest,
     "too_long": TooLong,
@@ -90,22 +86,6 @@ REFUSALS: dict[str, Callable[..., Exception]] = {
     "missing": MissingPackage,
     "failed": EngineError,
 }
-
-
-def room(tokens: int, limit: int, name: str = "prompt") -> int:
-    """Return the tokens left for output if prompt and output together may have `limit`. Raises TooLong."""
-    if tokens >= limit:
-        reason = f"has {tokens} tokens, but prompt and output together have at most {limit}, at least one for output"
-        raise TooLong(f"{name} {reason}: shorten it")
-    return limit - tokens
-
-
-def readable(characters: int, limit: int, name: str = "prompt") -> None:
-    """Reject a text that cannot fit, before it is tokenized. Raises TooLong."""
-    most = limit * CHARACTERS_PER_TOKEN
-    if characters > most:
-        limits = f"at most {most:,} are accepted, {CHARACTERS_PER_TOKEN} for each of the {limit:,} tokens"
-        raise TooLong(f"{name} has {characters:,} characters, but {limits} of prompt and output together: shorten it")
 
 
 def pack(message: dict, numbers: Iterable[int] = ()) -> bytes:

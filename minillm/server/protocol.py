@@ -7,35 +7,35 @@ return_token_ids.
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from minillm import from_vllm
-from minillm.errors import InvalidRequest, MinillmError, MissingPackage
-from minillm.request import MAX_N, SURROGATE, RequestOptions, SamplingParams
+from minillm.errors import InvalidRequest, MissingPackage
+from minillm.request import MAX_N, RequestOptions, SamplingParams
 from minillm.tokenizer import TokenizerError
-from minillm.values import QUOTED, shown
+from minillm.values import shown
 
+from .api_error import APIError, check_members, check_names
+from .lengths import TooLong, one_of
 from .limits import (
     MAX_BIASES,
     MAX_CHOICES,
     MAX_MESSAGES,
     MAX_METADATA,
-    MAX_PARTS,
     MAX_PROMPTS,
-    MAX_ROLE,
     MAX_SALT,
     MAX_STOP_LENGTH,
     MAX_STOP_TOKENS,
     MAX_STOPS,
 )
-from .link import Busy, EngineGone, PastDeadline, ShuttingDown, TooLong
+from .link import Busy, EngineGone, PastDeadline, ShuttingDown
+from .messages import Message, checked_messages
 
 RETRY_AFTER = 1  # seconds
-MAX_MESSAGE = 1000  # characters in an error message, which may quote client input of any length
 NO_OBJECT = "the body must be a JSON object, sent as application/json"
 _NO_PROMPT = "prompt must be a string, a list of token ids, or a non-empty list of those"
 Prompt = str | list[int]
@@ -63,27 +63,6 @@ UNSUPPORTED_IN_CHATS: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {
     "best_of": ((1,), "use n and pick the best choice yourself"),
     "add_special_tokens": ((False,), "a chat template writes them itself"),
 }
-
-
-class APIError(MinillmError):
-    """An error response in OpenAI's format, with its HTTP status."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        if len(message) > MAX_MESSAGE:
-            message = message[:MAX_MESSAGE] + " ..."
-        super().__init__(message)
-        self.status, self.headers, self.code = status, headers, code or kind
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        self.bare = {"error": message}  # Triton's form
 
 
 # The members of `response_format.json_schema`. Output always follows the schema, whatever `strict` says.
@@ -159,63 +138,6 @@ class Body(BaseModel):
         return {name: value for name, value in content.items() if name not in unsupported} if unsupported else content
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn of a conversation. Clients send answers back with more fields, which are accepted only if empty."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    role: str
-    content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[None], Field(max_length=0)] | None = None
-    tool_calls: Annotated[list[None], Field(max_length=0)] | None = None
-    tool_call_id: None = None
-    reasoning: None = None
-    reasoning_content: None = None
-
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates expect."""
-        parts = self.content
-        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
-        return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
-
-
-def checked_messages(content: dict) -> dict:
-    """A body whose messages have known members only. Raises APIError."""
-    messages = content.get("messages")
-    for i, message in enumerate(messages if isinstance(messages, list) else ()):
-        if not isinstance(message, dict):
-            continue
-        check_members(f"messages.{i}", message, Message)
-        if refused := from_vllm.turn(message):
-            raise APIError(f"messages.{i}.{refused}", param="messages")
-        role, parts = message.get("role"), message.get("content")
-        if isinstance(role, str) and len(role) > MAX_ROLE:  # chat templates quote an unknown role in their error
-            reason = f"has {len(role):,} characters, but at most {MAX_ROLE} are allowed"
-            raise APIError(f"messages.{i}.role {reason}", param="messages")
-        for j, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-                message = f"messages.{i}.content.{j} is of type {shown(kind)}, but models read text only"
-                raise APIError(message, param="messages")
-            check_members(f"messages.{i}.content.{j}", part, ContentPart)
-    return content
-
-
-def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """A conversation in the form that chat templates expect. Raises APIError."""
-    if all(message.role in ("system", "developer") for message in messages):
-        raise APIError("messages has only system or developer messages: add a user message", param="messages")
-    return [message.plain() for message in messages]
-
-
 class TokenizeRequest(Body):
     """POST /tokenize, as vLLM has it: a prompt, or a conversation, whose template writes special tokens itself."""
 
@@ -272,6 +194,7 @@ class GenerationRequest(Body):
     response_format: dict[str, Any] | None = None  # checked by `_json_schema`
 
     unsupported = UNSUPPORTED
+    scores_only: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -294,6 +217,9 @@ class GenerationRequest(Body):
         self._check_strings()
         given = self._given(SamplingParams) | computed | {"json_schema": self._json_schema(), "n": None}
         given = {name: value for name, value in given.items() if value is not None}
+        if given.get("max_tokens") == 0 and not self.scores_only:
+            message = f"max_tokens must be a whole number from 1 to {2**31 - 1}, not 0"
+            raise APIError(f"{message}, which only scores a prompt: add echo", param="max_tokens")
         for key in self.logit_bias or ():
             if not _TOKEN_ID.fullmatch(key):
                 message = f"logit_bias must map token ids to numbers, but {key[:40]!a} is not a token id"
@@ -301,14 +227,18 @@ class GenerationRequest(Body):
         try:
             return SamplingParams(**given)
         except InvalidRequest as error:
-            raise as_api_error(error) from None
+            raise as_api_error(InvalidRequest(self._in_its_words(str(error)))) from None
+
+    def _in_its_words(self, message: str) -> str:
+        """A message about sampling parameters, with the names that the client gave them."""
+        return message
 
     def _json_schema(self) -> dict | None:
         """The schema that `response_format` asks for; None for plain text."""
         wanted = self.response_format or {"type": "text"}
         kind, named = wanted.get("type"), wanted.get("json_schema")
         if kind != "structural_tag":  # it has other members, and is refused below
-            _check_names("response_format", wanted, ("type", "json_schema"))
+            check_names("response_format", wanted, ("type", "json_schema"))
         if kind in ("text", "json_object"):
             if named is not None:
                 message = f'response_format has a json_schema, but type {kind!r}: set type to "json_schema"'
@@ -320,7 +250,7 @@ class GenerationRequest(Body):
         if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
             message = 'response_format.json_schema must be {"name": ..., "schema": {...}}'
             raise APIError(message, param="response_format")
-        _check_names("response_format.json_schema", named, tuple(SCHEMA_MEMBERS))
+        check_names("response_format.json_schema", named, tuple(SCHEMA_MEMBERS))
         for name, kinds in SCHEMA_MEMBERS.items():
             if not isinstance(named.get(name), kinds):
                 message = (
@@ -373,8 +303,10 @@ class CompletionRequest(GenerationRequest):
         if len(several) > MAX_PROMPTS:
             message = f"prompt has {len(several):,} prompts, but at most {MAX_PROMPTS:,} are allowed: split the request"
             raise APIError(message, param="prompt")
-        if not all(isinstance(each, str) or (_is_ids(each) and each) for each in several):
-            raise APIError(_NO_PROMPT, param="prompt")
+        for place, each in enumerate(several):
+            if not (isinstance(each, str) or (_is_ids(each) and each)):
+                reason = f"{one_of(len(several), place)} is neither a string nor a non-empty list of token ids"
+                raise APIError(_NO_PROMPT if len(several) == 1 else reason, param="prompt")
         return value
 
     def prompts(self) -> list[Prompt]:
@@ -394,13 +326,10 @@ class CompletionRequest(GenerationRequest):
             raise APIError("best_of is not supported: use n and pick the best choice yourself", param="best_of")
         if self.suffix:
             raise APIError("suffix is not supported: leave it out", param="suffix")
-        wanted = {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
-        if self.scores_only:
-            wanted["max_tokens"] = 1
-        return self.sampling(**wanted)
+        return self.sampling(logprobs=self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
 
     @property
-    def scores_only(self) -> bool:
+    def scores_only(self) -> bool:  # type: ignore[override]  # a constant of the other requests
         """With `echo`, `max_tokens: 0` requests the log-probabilities of the prompt and no new tokens."""
         return bool(self.echo) and self.max_tokens == 0
 
@@ -430,16 +359,9 @@ class ChatRequest(GenerationRequest):
         most = max(room, 1) if most is None else most
         return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
-
-def check_members(where: str, value: object, form: type[BaseModel]) -> None:
-    """Raise APIError for the first member that is not a field of `form`."""
-    _check_names(where, value if isinstance(value, dict) else {}, form.model_fields)
-
-
-def _check_names(where: str, value: dict, known: Container[str]) -> None:
-    for name in value:
-        if name not in known:
-            raise unknown_field(name, where)
+    def _in_its_words(self, message: str) -> str:
+        message = re.sub(r"\blogprobs\b", "top_logprobs", message)
+        return message if self.max_completion_tokens is None else message.replace("max_tokens", "max_completion_tokens")
 
 
 def _is_ids(value: object) -> bool:
@@ -472,19 +394,3 @@ def as_api_error(error: Exception) -> APIError:
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
         return APIError(message, param=word if word in known else None, code=code)
     return APIError(f"the engine failed: {message}", status=500, kind="server_error", code="engine_error")
-
-
-def unknown_field(name: str, where: str = "") -> APIError:
-    """where: dotted path of the object that contains the field."""
-    if SURROGATE.search(name):
-        return APIError("the body has a field whose name is not valid text: it contains a lone surrogate")
-    path = f"{where}.{name[:QUOTED]}".removeprefix(".")
-    param = where.split(".")[0] or path
-    return APIError(f"{path} is not a field of this request", param=param, code="unknown_parameter")
-
-
-def malformed(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """Convert the first of pydantic's validation errors."""
-    first = errors[0]
-    where = [str(part)[:QUOTED] for part in first["loc"]]
-    return APIError(f"{'.'.join(where)}: {first['msg']}", param=where[0])

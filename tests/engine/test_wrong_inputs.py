@@ -49,6 +49,56 @@ def test_a_prompt_that_is_neither_text_nor_token_ids_is_named(llm, prompts):
     assert llm.stats()["steps"] == before
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["a", 5], "prompt 1: a prompt must be a string"),
+        ([[5], [5] * 64], "prompt 1: a prompt of 64 tokens leaves no room"),
+        ([[5], [6], []], "prompt 2: the prompt is empty"),
+        ([[5], [5, 10**6]], "prompt 1: token id 1000000 is outside"),
+        (["a", {"prompt_ids": [5]}], "prompt 1: a prompt must be a string, token ids, {"),
+        (["a", "half a pair \ud800"], "prompt 1: "),
+        ({"prompt_ids": [5]}, "a prompt must be"),
+    ],
+    ids=ascii,
+)
+def test_a_refusal_says_which_of_several_prompts_is_meant(llm, prompts, message):
+    with pytest.raises(MinillmError) as refused:
+        llm.generate(prompts, TWO)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_refusal_says_which_of_several_conversations_is_meant(llm):
+    turn = {"role": "user", "content": "hi"}
+    for wrong in ([turn, turn], [{"role": "user"}]):
+        with pytest.raises(MinillmError, match="^conversation 1: "):
+            llm.chat([[turn], wrong], TWO)
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_context(llm):
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1, stop="a", seed=3)
+    prompt = [2, *range(10, 73)]
+    shorter, whole = llm.generate([prompt[:-1], prompt], params)
+    for done, ids in ((shorter, prompt[:-1]), (whole, prompt)):
+        assert (done.token_ids, done.text, done.logprobs, done.finish_reason) == ([], "", [], "length")
+        assert len(done.prompt_logprobs) == len(ids)
+    (longer,) = llm.generate([prompt[:-1]], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    for found, wanted in zip(shorter.prompt_logprobs[1:], longer.prompt_logprobs[1:], strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    llm.engine.scheduler.check()
+    with pytest.raises(InvalidRequest, match="a prompt of 65 tokens does not fit: .* max_model_len = 64"):
+        llm.generate([prompt + [5]], params)
+    with pytest.raises(InvalidRequest, match="a prompt of 64 tokens leaves no room for output"):
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+
+
+def test_the_end_token_after_a_scored_prompt_does_not_count(llm):
+    (end,) = llm.model_config.eos_token_ids[:1]
+    params = SamplingParams(max_tokens=0, logit_bias={end: 100}, stop_token_ids=[end])
+    (done,) = llm.generate([[5, 6]], params)
+    assert (done.token_ids, done.finish_reason, done.stop_reason) == ([], "length", None)
+
+
 def test_a_prompt_in_a_numpy_array_is_the_same_as_in_a_list(llm):
     (alone,), both = llm.generate([5, 6], TWO), llm.generate(np.array([[5, 6], [7, 8]]), TWO)
     assert llm.generate(np.array([5, 6]), TWO)[0].token_ids == alone.token_ids == both[0].token_ids

@@ -196,7 +196,7 @@ def test_logprobs_of_half_precision_logits_are_computed_in_float32():
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens must be a whole number from 1, not 0"),
+        ({"max_tokens": -1}, "max_tokens must be a whole number from 0 to 2147483647, not -1"),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
         ({"min_tokens": 17}, r"min_tokens \(17\) is above max_tokens \(16\)"),
         ({"temperature": -1}, "temperature must be a number in"),

@@ -9,10 +9,11 @@ import weakref
 import httpx
 import pytest
 
-from minillm.server import bounded_json, limits, protocol
+from minillm.server import api_error, bounded_json, limits
+from minillm.server.api_error import MAX_MESSAGE, APIError
 from minillm.server.body import BodyReader
 from minillm.server.bounded_json import BoundedDecoder
-from minillm.server.protocol import MAX_MESSAGE, APIError, ChatRequest, CompletionRequest
+from minillm.server.protocol import ChatRequest, CompletionRequest
 from minillm.values import QUOTED
 from tests.server.in_process import JSON, worker_here
 from tests.waiting import async_wait_until
@@ -63,7 +64,7 @@ HEAVY = {
 def test_an_expensive_body_is_rejected_by_field_name_at_bounded_cost(monkeypatch, what):
     field, (form, content) = HEAVY[what]
     looked, wrong = [], []
-    look, loads, malformed = BoundedDecoder._value, json.loads, protocol.malformed
+    look, loads, malformed = BoundedDecoder._value, json.loads, api_error.malformed
 
     def numbers(text):
         found = loads(text)

@@ -182,7 +182,7 @@ def test_nan_and_infinity_are_rejected(http, number):
         {"messages": [*TURNS, {"role": "assistant", "content": "a", "tool_calls": [{"id": "b"}]}, *TURNS]},
         {"messages": [*TURNS, {"role": "assistant", "content": "a", "refusal": "no"}, *TURNS]},
         {"top_logprobs": 3},
-        {"logprobs": True, "top_logprobs": 50},
+        {"top_logprobs": 50, "logprobs": True},
         {"logprobs": 3},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},

@@ -15,7 +15,8 @@ from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
 from minillm.server.hub import Hub, Line
-from minillm.server.link import SIZES, EngineGone, Prompt, RemoteEngine, TooLong, Unpacker, _changed, pack, room
+from minillm.server.lengths import TooLong, room
+from minillm.server.link import SIZES, EngineGone, Prompt, RemoteEngine, Unpacker, _changed, pack
 from tests.waiting import TIMEOUT, async_wait_until
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
@@ -119,9 +120,12 @@ def test_a_worker_knows_how_long_an_engine_takes_to_come_back_before_it_is_told(
 
 
 def test_a_prompt_must_leave_room_for_a_token():
-    assert room(9, 10) == 1
+    room(9, 10)
+    room(10, 10, least=0)
     with pytest.raises(TooLong, match="messages has 10 tokens.*together have at most 10"):
         room(10, 10, "messages")
+    with pytest.raises(TooLong, match="prompt has 11 tokens.*at most 10: shorten it"):
+        room(11, 10, least=0)
     assert issubclass(TooLong, InvalidRequest)
 
 

@@ -7,6 +7,20 @@ LINE = "minillm/server/line.py"
 
 FAULTS = (
     Fault(
+        "a prompt that is only scored must leave room for a token",
+        "minillm/request.py",
+        "self.limit, self.stop_ids = len(self.prompt) + 1, ()",
+        "pass",
+        "tests/server/test_prompt_lengths.py -k fills_the_context",
+    ),
+    Fault(
+        "a refusal numbers prompts from 1",
+        "minillm/errors.py",
+        "{what} {place}: {error}",
+        "{what} {place + 1}: {error}",
+        "tests/engine/test_wrong_inputs.py -k several",
+    ),
+    Fault(
         "a field of vLLM's that asks for something is dropped",
         "minillm/server/protocol.py",
         "                cls.check_supported(name)\n",
@@ -199,8 +213,8 @@ FAULTS = (
     ),
     Fault(
         "a prompt may fill all the room",
-        LINK,
-        "if tokens >= limit:",
+        "minillm/server/lengths.py",
+        "if tokens + least > limit:",
         "if tokens > limit:",
         "tests/server/test_link.py -k room_for_a_token",
     ),
