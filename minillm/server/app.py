@@ -26,11 +26,12 @@ from .api_error import APIError
 from .body import BodyReader, Form, takes
 from .engine_room.page import add_page
 from .event_stream import ClientGone, EventStream, unless_disconnected
-from .gate import Gate, hosts, refusal
+from .gate import Gate, hosts, origins, refusal
 from .lengths import one_of, readable, room
 from .limits import HEALTH
 from .link import Choice, EngineError, Prompt, RemoteEngine
 from .messages import Message, turns
+from .methods import Methods, allowed
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -51,8 +52,15 @@ def create_app(engine: RemoteEngine, address: str) -> FastAPI:
         title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
     )
     server = _Server(engine)
-    allowed = hosts(engine.config.allowed_hosts, address)
-    app.add_middleware(Gate, key=engine.api_key, allowed=allowed, client_header=engine.config.client_header)
+    config = engine.config
+    app.add_middleware(Methods, routes=app.routes)
+    app.add_middleware(
+        Gate,
+        key=engine.api_key,
+        allowed=hosts(config.allowed_hosts, address),
+        client_header=config.client_header,
+        pages=origins(config.cors_origins),
+    )
     _report_errors(app)
 
     @app.get("/v1/health/live")
@@ -139,6 +147,8 @@ class _Server:
             "object": "model",
             "created": self.created,
             "owned_by": "minillm",
+            "root": engine.name,  # these two as vLLM has them, for its benchmark
+            "parent": None,
             "max_model_len": engine.max_model_len,
             "max_request_len": engine.max_request_len,
             "vocab_size": engine.vocab_size,
@@ -426,7 +436,10 @@ def _report_errors(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path[:QUOTED]}: {error.detail}"
         if instead := from_vllm.PATHS.get(request.url.path):
             message += f"; {instead}"
-        return refusal(APIError(message, status=error.status_code, headers=error.headers), request.url.path)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = allowed(app.routes, request.url.path)
+        return refusal(APIError(message, status=error.status_code, headers=headers), request.url.path)
 
     @app.exception_handler(EngineError)
     async def engine_error(request: Request, error: EngineError) -> Response:

@@ -18,6 +18,8 @@ from .link import Busy
 from .protocol import NO_OBJECT, Body
 
 Form = TypeVar("Form", bound=Body)
+_CHARSET = re.compile(r";\s*charset=[\"']?([^\s;\"']*)", re.IGNORECASE)
+_UNICODE = re.compile(r"utf-?8|(utf-?16|utf-?32)([bl]e)?|(us-)?ascii", re.IGNORECASE)
 JSON_LENGTH = "inference-header-content-length"  # Triton's header: bytes of JSON, if binary tensors follow it
 
 
@@ -41,10 +43,10 @@ class BodyReader:
 
     async def read(self, request: Request, form: type[Form]) -> Form:
         """Read the body as a `form`. Raises APIError; ClientGone if the client disconnects before the end."""
+        _check_encoding(request)
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         json_kind = kind == "application/json" or kind.startswith("application/") and kind.endswith("+json")
-        # Triton's own clients name no type.
-        if not (json_kind or form.takes_binary and kind in ("", "application/octet-stream")):
+        if not (json_kind or form.any_type):
             raise APIError(NO_OBJECT)
         length = _json_length(request, form)
         if int(request.headers.get("content-length", 0)) > self.max_body:
@@ -126,6 +128,18 @@ class BodyReader:
         except ValueError:  # Python limits the digits of an integer
             reason = "a number in it has too many digits"
         raise APIError(f"the body is not valid JSON: {reason}", code="invalid_json")
+
+
+def _check_encoding(request: Request) -> None:
+    """Raise APIError for a body that is compressed, or whose text is in no form of Unicode."""
+    if (coding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+        message = f"content-encoding {shown(coding)} is not supported: send the body as it is"
+        headers = {"accept-encoding": "identity"}  # RFC 9110, section 12.5.3
+        raise APIError(message, status=415, code="unsupported_content_encoding", headers=headers)
+    named = _CHARSET.search(request.headers.get("content-type", ""))
+    if named and not _UNICODE.fullmatch(named[1]):
+        message = f"charset {shown(named[1])} is not supported: JSON is UTF-8 (RFC 8259), and needs no charset"
+        raise APIError(message, status=415, code="unsupported_charset")
 
 
 def _json_length(request: Request, form: type[Body]) -> int | None:

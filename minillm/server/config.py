@@ -19,6 +19,7 @@ class ServerOptions(EngineOptions, total=False):
     max_per_client: int | None
     client_header: str | None
     allowed_hosts: str | None
+    cors_origins: str | None
     queue_timeout: float | None
     first_token_timeout: float | None
     request_timeout: float | None
@@ -52,13 +53,19 @@ class ServerConfig(Options):
         None, "choices that one client (an IP address) may have running or waiting; further ones: 429", least=1
     )
     client_header: str | None = option(
-        None, "the header in which a trusted proxy names the client, such as x-forwarded-for"
+        None,
+        "the header in which a trusted proxy names the client, such as x-forwarded-for; of a list, the last one counts",
     )
     allowed_hosts: str | None = option(
         None,
         "the server's names, separated by commas; a request for another host is refused. Default: this machine's own "
         "names if the server listens only there (or else a web page could reach it through a name of its own), and "
         "any name otherwise; * is any",
+    )
+    cors_origins: str | None = option(
+        None,
+        "origins whose web pages may use the server from a browser, separated by commas, such as "
+        "http://localhost:3000; * is any. Default: none but the server's own page",
     )
     queue_timeout: float | None = option(
         None, "seconds that a request may actually wait before it runs; longer: 429  [default: no limit]", above=0

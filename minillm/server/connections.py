@@ -19,6 +19,7 @@ from . import limits
 from .api_error import APIError
 from .config import ServerConfig
 from .event_stream import DIRECT
+from .http1 import Parser
 from .shares import Shares
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Connection(H11Protocol):
 
     def __init__(self, deadlines: ServerConfig, on_lost: Callable[[], None], **options: Any):
         super().__init__(**options)
+        self.conn = self._parser = Parser()
         self._deadlines, self._on_lost = deadlines, on_lost
         self._awaited: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -59,7 +61,7 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # or else an answer has begun
-            self._refuse(APIError("what the client sent is not valid HTTP", code="invalid_http"))
+            self._refuse(self._parser.refusal)
         self.transport.close()
 
     def on_response_complete(self) -> None:
@@ -120,7 +122,9 @@ class Connection(H11Protocol):
     def _watch(self) -> None:
         """Set a deadline for what the client must send next."""
         state = self.conn.their_state
-        if state is h11.IDLE and self.timeout_keep_alive_task is None:
+        if self.transport.is_closing():
+            self._expect(None, 0)
+        elif state is h11.IDLE and self.timeout_keep_alive_task is None:
             self._expect("headers", self._deadlines.header_timeout)
         elif state is h11.SEND_BODY and self.cycle.response_complete:
             # The response is complete. Discard the rest of the body, so that the client can go on to read the response.

@@ -1,8 +1,12 @@
-"""What every HTTP request passes first: its id and its line in the log, the host's name, and the API key.  Lesson 99.
+"""What every HTTP request passes first: its id and its line in the log, host and origin, and the API key.  Lesson 99.
 
 Each response has the header `x-request-id`: the client's own id, so that its logs and a proxy's can be joined, or a new
-one. With a key, requests need `authorization: Bearer KEY`, as OpenAI's clients send it; health and metrics stay open,
-because what asks for them usually has no key. So do the files of the engine room's page, which asks for the key.
+one. With a key, requests need `authorization: Bearer KEY`, as OpenAI's clients send it, or `x-api-key: KEY`; health and
+metrics stay open, because what asks for them usually has no key. So do the files of the engine room's page, which asks
+for the key.
+
+A browser sends some requests of any web page to any server without asking the server first, and only then keeps the
+answer from the page. So without a key, what could start work is refused if it comes from a page of another origin.
 """
 
 import hashlib
@@ -14,6 +18,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from minillm.errors import ConfigError
@@ -29,6 +34,11 @@ LOCAL = ("localhost", "127.0.0.1", "[::1]")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable ASCII without spaces
 KEY = re.compile(r"[\x21-\x7e]{8,512}")
 CLIENT, PATH = 128, 256  # characters of them that are kept
+SAFE = ("GET", "HEAD", "OPTIONS")  # methods that start no work
+READABLE = ("x-request-id", "retry-after", "inference-header-content-length")  # headers that a web page may read
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^][:/@\s]+)(:[0-9]*)?")
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/@\s,]+")
+_ADDRESS = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::\d+)?|([\d.]+):\d+")  # with brackets or a port
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -69,23 +79,65 @@ def hosts(allowed: str | None, address: str) -> frozenset[str] | None:
     return frozenset((*LOCAL, f"[{address}]" if ":" in address else address))
 
 
+def origins(given: str | None) -> frozenset[str]:
+    """The origins whose web pages may use the server, or *. Raises ConfigError. given: `cors_origins`."""
+    names = [name.strip().lower().removesuffix("/") for name in (given or "").split(",") if name.strip()]
+    for name in names:
+        if name != "*" and not _ORIGIN.fullmatch(name):
+            ways = "https://chat.example.com, http://localhost:3000, or * for any"
+            raise ConfigError(f"cors_origins: {shown(name)} is not an origin: name it as {ways}")
+    return frozenset("*" if name == "*" else _without_port(name, name) for name in names)
+
+
+def _without_port(name: str, origin: str) -> str:
+    """A host or an origin without the port, if it is the one that a URL like `origin` has unless it names another."""
+    return name.removesuffix({"http": ":80", "https": ":443"}.get(origin.partition("://")[0], ":"))
+
+
 def _host(header: str) -> str:
     """A host as a Host header has it, without the port."""
     name = header.strip().lower()
-    return (name if name.endswith("]") else name.rpartition(":")[0] or name).removesuffix(".")
+    found = _HOST.fullmatch(name)
+    return (found[1] if found else name).removesuffix(".")
+
+
+def _client(values: list[bytes]) -> str:
+    """The client that a proxy names in these header values; "" if none.
+
+    It is the last one: a proxy either sets the header or appends to what the client itself may have sent. The port, if
+    there is one, is another for each connection.
+    """
+    name = b",".join(values).rpartition(b",")[2].decode("latin-1").strip(' \t"')
+    found = _ADDRESS.fullmatch(name)
+    return (found[1] or found[2] if found else name)[:CLIENT]
 
 
 class Gate:
     """Wraps an ASGI application.
 
     key: what `digest` returned. allowed: what `hosts` returned. client_header: the header in which a proxy names the
-    client, if it is not the other end of the connection.
+    client, if it is not the other end of the connection. pages: what `origins` returned.
     """
 
     def __init__(
-        self, app: App, key: str | None, allowed: frozenset[str] | None = None, client_header: str | None = None
+        self,
+        app: App,
+        key: str | None,
+        allowed: frozenset[str] | None = None,
+        client_header: str | None = None,
+        pages: frozenset[str] = frozenset(),
     ):
-        self.app, self.key, self.allowed = app, key, allowed
+        self.app, self.key, self.allowed, self.pages = app, key, allowed, pages
+        self._answer: App = self._unless_refused
+        if pages:  # around refusals too, or else no page could read why; a preflight request has no key
+            self._answer = CORSMiddleware(
+                self._unless_refused,
+                allow_origins=pages,
+                allow_methods=(*SAFE, "POST"),
+                allow_headers=("*",),
+                expose_headers=READABLE,
+                allow_private_network=True,
+            )
         self.client_header = client_header.lower().encode("latin-1", "replace") if client_header else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,7 +148,7 @@ class Gate:
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         path, client = scope["path"], (scope.get("client") or ("",))[0]
         if self.client_header is not None:
-            client = headers.get(self.client_header, client.encode()).decode("latin-1")[:CLIENT]
+            client = _client([value for name, value in scope["headers"] if name == self.client_header]) or client
         access = Access(request_id.decode(), client, scope.get("method", ""), path[:PATH])
         CURRENT.set(access)
 
@@ -107,15 +159,17 @@ class Gate:
             await send(message)
 
         try:
-            if (error := self._refuse(path, headers)) is None:
-                await self.app(scope, receive, with_id)
-            else:
-                await refusal(error, path)(scope, receive, with_id)
+            await self._answer(scope, receive, with_id)
         finally:
             if path not in OPEN or access.status != 200:
                 access.write()
 
-    def _refuse(self, path: str, headers: dict[bytes, bytes]) -> APIError | None:
+    async def _unless_refused(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        error = self._refuse(scope.get("method", ""), path, dict(scope["headers"]))
+        await (self.app if error is None else refusal(error, path))(scope, receive, send)
+
+    def _refuse(self, method: str, path: str, headers: dict[bytes, bytes]) -> APIError | None:
         """Why this request is refused; None: it is not."""
         host = _host(headers.get(b"host", b"").decode("latin-1"))
         if self.allowed is not None and path not in HEALTH and host not in self.allowed:
@@ -126,7 +180,9 @@ class Gate:
                 code="host_not_allowed",
                 headers={"connection": "close"},  # the body may not have been read
             )
-        if self.key is None or path in OPEN or self._opens(headers.get(b"authorization", b"")):
+        if self.key is None:
+            return None if method in SAFE else self._refuse_page(headers)
+        if path in OPEN or self._opens(headers):
             return None
         return APIError(
             "this server needs its API key: send the header 'authorization: Bearer KEY'",
@@ -136,8 +192,25 @@ class Gate:
             headers={"www-authenticate": "Bearer", "connection": "close"},
         )
 
-    def _opens(self, authorization: bytes) -> bool:
+    def _refuse_page(self, headers: dict[bytes, bytes]) -> APIError | None:
+        """Why the web page that sends this may not; None: it may, or it is no web page that sends it."""
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        host = headers.get(b"host", b"").decode("latin-1").strip().lower()
+        own = origin.partition("://")[2] == _without_port(host, origin)
+        if not origin or own or not self.pages.isdisjoint(("*", origin)):
+            return None
+        message = f"this server takes no requests from web pages of {origin[:QUOTED]!r}"
+        return APIError(
+            f"{message}: start it with --cors-origins",
+            status=403,
+            kind="permission_error",
+            code="origin_not_allowed",
+            headers={"connection": "close"},
+        )
+
+    def _opens(self, headers: dict[bytes, bytes]) -> bool:
         assert self.key is not None
-        kind, _, key = authorization.partition(b" ")
-        found = hashlib.sha256(key.strip()).hexdigest()
-        return kind.lower() == b"bearer" and hmac.compare_digest(found, self.key)
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = [key.strip()] if kind.lower() == b"bearer" else []
+        given += [headers[b"x-api-key"]] if b"x-api-key" in headers else []  # as Anthropic's clients send it
+        return any(hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in given)

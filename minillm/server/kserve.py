@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException
 
 from minillm import __version__
 from minillm.request import Completion, Delta
@@ -35,6 +36,7 @@ INPUTS |= dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_pe
 OUTPUT = "text_output"
 SETTINGS = INPUTS.keys() - {TEXT}
 BINARY = "binary_data"  # an output's parameter; a request's, for all outputs, is binary_data_output
+POSTED = ("/infer", "/generate", "/generate_stream")  # what follows a model's name in paths that take POST
 _CONFIG_TYPES = {"BYTES": "TYPE_STRING"}
 _NO_EFFECT = ("n", "stream_options", "return_token_ids")  # fields of OpenAI's API that no response here could show
 
@@ -55,6 +57,8 @@ class Serving(Protocol):
 
 class GenerateRequest(GenerationRequest):
     """POST generate and generate_stream. `parameters` may hold sampling parameters, as in Triton's vLLM backend."""
+
+    any_type: ClassVar[bool] = True  # Triton, too, does not look at it
 
     text_input: str
     id: str | None = None
@@ -89,6 +93,7 @@ class OutputRequest(BaseModel):
 class InferRequest(Body):
     """POST infer."""
 
+    any_type: ClassVar[bool] = True
     takes_binary: ClassVar[bool] = True
 
     id: str | None = None
@@ -179,8 +184,14 @@ def add_routes(app: FastAPI, server: Serving) -> None:
         return _config(engine.name)
 
     async def metadata(name: str, version: str = VERSION) -> dict:
+        if name.endswith(POSTED):  # a name may have slashes
+            raise HTTPException(405)
         check(name, version)
         return _metadata(engine.name)
+
+    async def statistics(name: str, version: str = VERSION) -> None:
+        check(name, version)
+        raise APIError("this server keeps no statistics of a model: /metrics counts requests and times", status=404)
 
     async def infer(request: Request, name: str, version: str = VERSION) -> Response:
         async def endpoint(body: InferRequest) -> Response:
@@ -229,10 +240,11 @@ def add_routes(app: FastAPI, server: Serving) -> None:
 
     for_model(app.get, "/ready", model_ready)
     for_model(app.get, "/config", config)
-    for_model(app.get, "", metadata)
+    for_model(app.get, "/stats", statistics, include_in_schema=False)
     for_model(app.post, "/infer", infer, openapi_extra=takes(InferRequest))
     for_model(app.post, "/generate", generate, openapi_extra=takes(GenerateRequest))
     for_model(app.post, "/generate_stream", generate_stream, openapi_extra=takes(GenerateRequest))
+    for_model(app.get, "", metadata)  # last: a name would match the others' paths, too
 
 
 def _answer(model: str, request_id: str | None) -> dict:

@@ -23,6 +23,7 @@ MAX_TOKENS = 1 << 20  # token ids in all prompts of a request; more only if a si
 PROMPTS_AT_ONCE = 64  # full-length prompts that fit in one request, up to MAX_TOKENS
 TOKEN_BYTES = 24  # per token of a body: an id and its separator take up to 12; four characters, all escaped, take 24
 MIN_BODY, MAX_BODY = 1 << 20, 16 << 20
+MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 FREE_BODY = 16 << 10  # bytes; a body up to this size does not count toward MAX_HELD and is decoded without a thread
 MAX_HELD = 64 << 20  # bytes in a worker of all bodies not decoded yet, each without its first FREE_BODY bytes
 READ = 16 << 10  # bytes per read: parsing many tiny chunks at once would delay other connections

@@ -103,6 +103,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    any_type: ClassVar[bool] = False  # whether the body is read whatever its content type
     takes_binary: ClassVar[bool] = False  # whether bytes may follow the JSON
     unsupported: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
 

@@ -172,9 +172,10 @@ def _check(config: ServerConfig) -> None:
         if importlib.util.find_spec(name) is None:
             how = how_to_install("minillm[serve]")
             raise MissingPackage(f"the server needs {name}, which is not installed: {how}")
-    from .gate import digest, hosts
+    from .gate import digest, hosts, origins
 
     digest(config.api_key)
+    origins(config.cors_origins)
     hosts(config.allowed_hosts, "127.0.0.1")
 
 

@@ -20,6 +20,7 @@ MAX_DIMENSIONS = 8
 SIZE = "binary_data_size"  # a tensor's parameter: how many of the bytes after the JSON are its own
 KINDS: dict[str, tuple[type, ...]] = {"BOOL": (bool,), "INT32": (int,), "INT64": (int,), "FP32": (float, int)}
 KINDS["BYTES"] = (str,)
+BITS = {"INT32": 32, "INT64": 64}
 FORMATS = {"BOOL": "?", "INT32": "i", "INT64": "q", "FP32": "f"}  # as `struct` names them
 _Dimension = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -85,6 +86,9 @@ def _from_json(name: str, datatype: str, data: list | None) -> list:
     for each in data:
         if type(each) not in KINDS[datatype]:
             raise _wrong(name, f"must have elements of the type {datatype}, but has {shown(each)}")
+        if (bits := BITS.get(datatype)) and not -(2 ** (bits - 1)) <= each < 2 ** (bits - 1):
+            limits = f"{-(2 ** (bits - 1))} to {2 ** (bits - 1) - 1}"
+            raise _wrong(name, f"must have elements of the type {datatype}, from {limits}, but has {shown(each)}")
     return data
 
 

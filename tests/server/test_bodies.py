@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import gzip
 import json
 import threading
 import weakref
@@ -236,3 +237,38 @@ def test_long_paths_and_messages_are_truncated(server):
     refused = httpx.get(f"{server.url}/v1/models/{LONG[:10_000]}")
     assert refused.status_code == 404 and len(refused.content) < 300
     assert len(APIError("a" * 10**6).body["error"]["message"]) < MAX_MESSAGE + 10
+
+
+JSON_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+TRITON_PATHS = tuple(f"/v2/models/small-random/{action}" for action in ("infer", "generate", "generate_stream"))
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "GZip, identity", "x-unknown"])
+def test_a_compressed_body_is_refused_with_what_is_accepted(server, coding):
+    """RFC 9110, sections 8.4.1, 12.5.3 and 15.5.16."""
+    with httpx.Client(base_url=server.url, headers={"content-encoding": coding}) as client:
+        for path in (*JSON_PATHS, *TRITON_PATHS):
+            for more in ({}, {"inference-header-content-length": "321"}):
+                answer = client.post(path, content=gzip.compress(b"{}"), headers=JSON | more)
+                assert answer.status_code == 415 and "content-encoding" in answer.text, path
+                assert answer.headers["accept-encoding"] == "identity"
+        plain = client.post("/tokenize", json={"prompt": "a"}, headers={"content-encoding": "identity"})
+        assert plain.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("charset", "status"),
+    [("utf-8", 200), ('"UTF-8"', 200), ("utf8", 200), ("us-ascii", 200), ("iso-8859-1", 415), ("x-none", 415)],
+)
+def test_a_body_in_another_charset_than_unicode_is_refused(server, charset, status):
+    with httpx.Client(base_url=server.url) as client:
+        kind = {"content-type": f"application/json; charset={charset}"}
+        answer = client.post("/tokenize", content=b'{"prompt": "a"}', headers=kind)
+        assert answer.status_code == status and (status == 200 or charset in answer.json()["error"]["message"])
+
+
+def test_utf_16_is_read(server):
+    with httpx.Client(base_url=server.url) as client:
+        kind = {"content-type": "application/json; charset=utf-16"}
+        wide = client.post("/tokenize", content='{"prompt": "Högg"}'.encode("utf-16"), headers=kind)
+        assert wide.json() == client.post("/tokenize", json={"prompt": "Högg"}).json()

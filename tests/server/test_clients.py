@@ -7,7 +7,8 @@ import pytest
 
 from minillm.errors import ConfigError
 from minillm.server import running
-from minillm.server.gate import HEALTH, hosts
+from minillm.server.access import CURRENT
+from minillm.server.gate import HEALTH, Gate, hosts
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -60,6 +61,51 @@ def test_a_choice_that_ended_in_any_way_no_longer_counts(shared, more):
         wait_until(lambda: shared.hub.running == 0)  # the other worker's message may come first
         assert ask(client, "eve", n=2).status_code == 200
     assert all(not line._clients for line in shared.hub.lines) and idle(shared.engine)
+
+
+def test_what_a_client_puts_before_the_proxys_own_words_makes_no_difference(shared):
+    async def clients(resume):
+        async with httpx.AsyncClient(base_url=shared.url, timeout=TIMEOUT) as client:
+            taken = [asyncio.create_task(ask(client, f"1.2.3.{i}, gil")) for i in range(2)]
+            await async_wait_until(lambda: shared.hub.running == 2)
+            assert (await ask(client, "1.2.3.9, gil")).status_code == 429
+            resume.set()
+            assert [each.status_code for each in await asyncio.gather(*taken)] == [200] * 2
+
+    with paused_steps() as resume:
+        asyncio.run(clients(resume))
+
+
+@pytest.mark.parametrize(
+    ("lines", "want"),
+    [
+        (["10.0.0.1"], "10.0.0.1"),
+        (["1.2.3.4, 10.0.0.1"], "10.0.0.1"),
+        (["1.2.3.4", " 5.6.7.8 ,10.0.0.1 "], "10.0.0.1"),
+        (["10.0.0.1:5678"], "10.0.0.1"),
+        (["[2001:db8::1]:5678"], "2001:db8::1"),
+        (["[2001:db8::1]"], "2001:db8::1"),
+        (["2001:db8::1"], "2001:db8::1"),
+        (['"[2001:db8::1]:5678"'], "2001:db8::1"),
+        (["team-7"], "team-7"),
+        (["x" * 1000], "x" * 128),
+        ([""], "9.9.9.9"),
+        (["1.2.3.4,"], "9.9.9.9"),
+        ([" , "], "9.9.9.9"),
+        ([], "9.9.9.9"),
+    ],
+    ids=str,
+)
+def test_the_client_is_the_last_one_that_the_header_names_or_the_connections_other_end(lines, want):
+    found = []
+
+    async def app(scope, receive, send):
+        found.append(CURRENT.get().client)
+
+    headers = [(b"x-forwarded-for", line.encode()) for line in lines]
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": headers, "client": ("9.9.9.9", 1)}
+    asyncio.run(Gate(app, None, client_header="X-Forwarded-For")(scope, None, None))
+    assert found == [want]
 
 
 def test_one_that_leaves_makes_room(shared):

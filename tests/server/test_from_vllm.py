@@ -114,3 +114,9 @@ def test_other_ways_to_ask_for_a_structure_name_what_there_is(http):
         for name, ours in (("regex", "pattern"), ("choice", "enum")):
             error = http.post(path, json=body | {"structured_outputs": {name: "a"}}).json()["error"]["message"]
             assert ours in error and f"(for {name})" in error
+
+
+def test_the_models_card_has_what_vllms_benchmark_reads(server):
+    (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert card["root"] == card["id"] == "small-random" and card["parent"] is None
+    assert httpx.get(f"{server.url}/v1/models/small-random").json() == card

@@ -132,6 +132,27 @@ def test_generate_stream_sends_the_text_in_pieces(http, expected):
     assert whole["text_output"] == expected[1]
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/octet-stream"])
+def test_the_content_type_makes_no_difference_as_it_makes_none_to_triton(http, expected, kind):
+    """curl -d says application/x-www-form-urlencoded, and Triton's own tests say nothing."""
+
+    def post(action, body):
+        headers = {} if kind is None else {"content-type": kind}
+        return http.post(f"{MODEL}/{action}", content=json.dumps(body), headers=headers)
+
+    text = {"text_input": PROMPTS[0]} | SETTINGS
+    assert post("generate", text).json()["text_output"] == expected[0]
+    assert "".join(each["text_output"] for each in events(post("generate_stream", text))) == expected[0]
+    assert post("infer", {"inputs": inputs(PROMPTS)}).json()["outputs"][0]["data"] == expected
+
+
+def test_statistics_are_said_to_be_missing(http):
+    for path in (f"{MODEL}/stats", f"{MODEL}/versions/1/stats"):
+        answer = http.get(path)
+        assert answer.status_code == 404 and "keeps no statistics" in answer.json()["error"]
+    assert "unknown model 'x'" in http.get("/v2/models/x/stats").json()["error"]
+
+
 def test_a_seed_makes_samples_repeatable(http):
     def sample(seed):
         body = {"inputs": inputs(PROMPTS[:1], temperature=2.0, seed=seed)}
@@ -161,6 +182,8 @@ TEXTS = tensor("text_input", PROMPTS)
         ([TEXTS, tensor("max_tokens", [3, 4])], "one element"),
         ([TEXTS, tensor("max_tokens", [True])], "type INT32, but has True"),
         ([TEXTS, tensor("max_tokens", [0])], "max_tokens"),
+        ([TEXTS, tensor("max_tokens", [2**40])], "type INT32, from -2147483648 to 2147483647, but has 1099511627776"),
+        ([TEXTS, tensor("seed", [2**63])], "type INT64, from -9223372036854775808 to 9223372036854775807"),
         ([TEXTS, tensor("temperature", [-1.0])], "temperature"),
         ([tensor("text_input", ["river " * 300])], "prompt has"),
     ],

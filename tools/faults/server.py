@@ -7,6 +7,41 @@ LINE = "minillm/server/line.py"
 
 FAULTS = (
     Fault(
+        "a request with two lengths ends at one of them",
+        "minillm/server/http1.py",
+        'if b"content-length" in names:',
+        "if False:",
+        "tests/server/test_http1.py -k two_ways",
+    ),
+    Fault(
+        "the Host header counts, whatever host the target names",
+        "minillm/server/http1.py",
+        'headers=[(b"Host", host), *others]',
+        "headers=request.headers.raw_items()",
+        "tests/server/test_http1.py -k target_counts",
+    ),
+    Fault(
+        "a client names itself in front of what the proxy says",
+        "minillm/server/gate.py",
+        'b",".join(values).rpartition(b",")[2]',
+        'b",".join(values).partition(b",")[0]',
+        "tests/server/test_clients.py -k last_one",
+    ),
+    Fault(
+        "any web page may start work",
+        "minillm/server/gate.py",
+        "return None if method in SAFE else self._refuse_page(headers)",
+        "return None",
+        "tests/server/test_web_pages.py -k cannot_start_work",
+    ),
+    Fault(
+        "a path says which methods its first route has",
+        "minillm/server/methods.py",
+        "first is not None and route.path == first.path",
+        "route is first",
+        "tests/server/test_http1.py -k which_methods",
+    ),
+    Fault(
         "a prompt that is only scored must leave room for a token",
         "minillm/request.py",
         "self.limit, self.stop_ids = len(self.prompt) + 1, ()",
@@ -165,8 +200,8 @@ FAULTS = (
     Fault(
         "any key opens a server that has one",
         "minillm/server/gate.py",
-        'kind.lower() == b"bearer" and hmac.compare_digest(found, self.key)',
-        'kind.lower() == b"bearer"',
+        'hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in given',
+        'True for each in given',
         "tests/server/test_gate.py -k key",
     ),
     Fault(
