@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from .arguments import Cache
-from .quantized_inputs import to_even
+from .quantized_inputs import magnitude, to_even
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -44,7 +44,7 @@ def rounded_head(x, LARGEST: tl.constexpr, kind: tl.constexpr, wide: tl.constexp
 
     wide: a type that holds codes exactly.
     """
-    scale = tl.div_rn(tl.max(tl.abs(x)[None, :], 1), tl.full([1], LARGEST, tl.float32))
+    scale = tl.div_rn(tl.max(magnitude(x)[None, :], 1), tl.full([1], LARGEST, tl.float32))
     codes = to_codes(x[None, :], scale, kind)
     return codes, scale, tl.sum(to_numbers(codes, wide).to(tl.float32) * scale[:, None], 0)
 

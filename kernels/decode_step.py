@@ -73,7 +73,7 @@ def advance_kernel(
     tl.store(out_ptr + i, token)
     if row != PAD_ROW:
         position = tl.load(position_ptr + row)
-        tl.store(tokens_ptr + row * tokens_stride + position + 1, token.to(tl.int32))
+        tl.store(tokens_ptr + row * tokens_stride + position + 1, tl.maximum(token, 0).to(tl.int32))
         tl.store(position_ptr + row, position + 1)
         tl.store(arrived_ptr + row * RING + (position + 1) % RING, token.to(tl.int32))
 
@@ -124,6 +124,8 @@ def advance(
     arrived: torch.Tensor,
 ) -> None:
     """Write the sampled ids [n] int64 to `out` [n] and, except for padding, into the device's state.  Lesson 10.
+
+    In the state's tokens, which the next step looks up, -1 (no token) becomes 0: that row's request is about to end.
 
     arrived [all, ring] int32, in the host's memory (pinned, if the rest is on a GPU): gets each row's token at its
     place modulo the ring's size.

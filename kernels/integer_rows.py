@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from .arguments import CodeMatrix, is_compiled
-from .quantized_inputs import to_even
+from .quantized_inputs import magnitude, to_even
 from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
 
 GROUP = 32  # int4 groups must be multiples of this: a quad has one scale
@@ -203,7 +203,7 @@ def integer_rows_kernel(
         x = (x * inverse).to(kind).to(tl.float32)
         inverse = 1.0
         if input_scale_ptr is None:
-            most = tl.max(tl.reshape(tl.abs(x), [QUADS * 4 * PER]), 0)
+            most = tl.max(tl.reshape(magnitude(x), [QUADS * 4 * PER]), 0)
             token_scale = tl.where(most > 0, most / 127.5, 1.0)
         else:
             token_scale = tl.load(input_scale_ptr)
@@ -212,7 +212,7 @@ def integer_rows_kernel(
         unit = tl.zeros([QUADS], tl.float32) + token_scale
     else:
         HIGHEST: tl.constexpr = 32000.0 if DIGITS == 2 else 4190000.0
-        largest = tl.maximum(tl.max(tl.max(tl.abs(x), 2), 1), 1e-30)
+        largest = tl.maximum(tl.max(tl.max(magnitude(x), 2), 1), 1e-30)
         unit = largest * (1.0 / HIGHEST)
         number = x * (HIGHEST / largest)[:, None, None] + ROUNDS
     q = number.to(tl.int32, bitcast=True)

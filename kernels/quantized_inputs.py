@@ -45,13 +45,19 @@ def to_even(x):
 
 
 @triton.jit
+def magnitude(x):
+    """|x|, and infinity for NaN: a maximum ignores NaN, and codes have none, so that a row's scale has to tell."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
 def quantized(x, given_ptr, INTEGER: tl.constexpr):
     """A whole row, float32 -> (codes that are still float32, scale). INTEGER: int8, else e4m3. given_ptr: the scale."""
     LARGEST: tl.constexpr = 127.5 if INTEGER else 448.0
     if given_ptr is not None:
         scale = tl.load(given_ptr)
     else:
-        most = tl.max(tl.abs(x), 0)
+        most = tl.max(magnitude(x), 0)
         scale = tl.where(most > 0, most / LARGEST, 1.0)
     x = x / scale
     if INTEGER:

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from .arguments import Cache, check_strides
 from .cache_codes import LARGEST, stored, to_codes
+from .quantized_inputs import magnitude
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def _write(
     kind = cache_ptr.dtype.element_ty
     if scale_ptr is not None:
         heads = tl.arange(0, TILE)
-        most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+        most = tl.maximum(tl.max(magnitude(first), 1), tl.max(magnitude(second), 1))
         scale = tl.div_rn(most, tl.full([TILE], LARGEST, tl.float32))
         first, second = to_codes(first, scale, kind), to_codes(second, scale, kind)
         tl.store(scale_ptr + heads, scale, mask=(heads < KV_HEADS) & (tl.max(wanted.to(tl.int32), 1) > 0))

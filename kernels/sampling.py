@@ -9,6 +9,9 @@ sum of exponentials relative to that (at temperature 0, the index of the maximum
 those numbers, the chunk that holds the sampled token, and reads only that chunk again. So the logits (256,000 per row
 for Gemma) are read once, and no tensor of probabilities or random numbers of that size exists.
 
+A row without probabilities gets the id -1: a logit is NaN or infinity, or all are minus infinity. The maximum that is
+computed anyway says so, once NaN, which a maximum ignores, counts as infinity.
+
 Models with a soft cap on logits (Gemma 2: cap * tanh(logit / cap)) apply it before, in place: one more pass in the
 logits' own dtype, without a copy.
 """
@@ -32,6 +35,7 @@ def chunk_mass_kernel(
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < VOCAB, other=float("-inf"))
     logits = logits.to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("inf"))
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
     maximum = tl.max(logits, 0)
     at = row * CHUNKS + chunk
@@ -75,7 +79,7 @@ def choose_kernel(
     else:
         first = tl.argmax(maxima, 0)
         token = tl.load(argmax_ptr + row * CHUNKS + first)
-    tl.store(out_ptr + row, token.to(tl.int64))
+    tl.store(out_ptr + row, tl.where(tl.abs(maximum) < float("inf"), token, -1).to(tl.int64))
 
 
 @triton.jit

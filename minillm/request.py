@@ -74,6 +74,13 @@ def _refusal(what: str, value: object) -> InvalidRequest:
     return InvalidRequest(f"{what}, not {shown(value)}")
 
 
+# Why a request ends whose logits give no probabilities; its `stop_reason`.
+NOT_NUMBERS = (
+    "the model's logits are not numbers (NaN or infinity), so no token can be chosen: its weights are damaged, or what "
+    "it computes is too large for its dtype; if that is float16, use bfloat16 or float32"
+)
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """How a request is queued and which cached prefixes it may share; checked once, here.  Lessons 09 and 10.
@@ -329,7 +336,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None  # "stop", "length" or "abort"
-    stop_reason: int | str | None = None  # the stop token id or string that ended it, or why its grammar failed
+    stop_reason: int | str | None = None  # the stop token id or string that ended it, or why it was aborted
     logprobs: list[TokenLogprobs] | None = None  # one dict a generated token
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
     arrival_time: float = 0.0
@@ -399,6 +406,8 @@ class Request:
     row: int = -1
     keys: list[bytes] = field(default_factory=list)  # prefix keys of its first full blocks
     registered: int = 0  # blocks that others may find
+    borrowed: bool = False  # whether it began with blocks from the prefix cache
+    alone: bool = False  # neither uses the prefix cache nor fills it
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
-import numpy as np
 import torch
 
 from minillm.config import DeviceConfig, EngineConfig, EngineOptions
@@ -41,7 +40,7 @@ from minillm.trace.record import Trace
 from minillm.values import shown
 
 from . import precision
-from .given import check_tokenizer_given, of_kind, say_sampling_defaults
+from .given import check_tokenizer_given, of_kind, say_sampling_defaults, token_ids
 from .output_text import OutputText
 from .recent import Recent
 
@@ -211,7 +210,7 @@ class Engine:
         """
         self._check_usable()
         params = of_kind(params, SamplingParams, "params")
-        ids = self._token_ids(prompt)
+        ids = token_ids(prompt, self.tokenizer, self.model_config.vocab_size)
         if not checked:
             self.check_params(params)
         count = next(self._counter)
@@ -298,6 +297,7 @@ class Engine:
             "blocks_cached": scheduler.pool.cached,
             "steps": scheduler.launched + 1,
             "preemptions": scheduler.preemptions,
+            "corrupted": scheduler.corrupted,
             "prefix_query_tokens": scheduler.prefix_queries,
             "prefix_hit_tokens": scheduler.prefix_hits,
         }
@@ -365,7 +365,8 @@ class Engine:
         now = time.perf_counter()
         rows = step.rows[step.samples]
         requests = self.scheduler.requests
-        for row in step.rows[step.first]:
+        assert step.first is not None, "the scheduler sets it"
+        for row in rows[step.first[step.samples] & (results.tokens[:, 0] >= 0)]:
             if (request := requests[row]) is not None:
                 completion = self.tracked[request.request_id].completion
                 if completion.first_token_time is None:
@@ -373,15 +374,21 @@ class Engine:
                     self.first_waits.add(now - completion.arrival_time)
         for row, (position, found) in results.prompt_logprobs.items():
             if (request := requests[row]) is not None:
-                scores = self.tracked[request.request_id].completion.prompt_logprobs
+                scored = self.tracked[request.request_id]
+                scores = scored.completion.prompt_logprobs
                 assert scores is not None, "a runner scores no prompt unasked"
+                if found is None:
+                    self.scheduler.fail(request)  # it ends: the prefix cache is not used for prompts that are scored
+                    self._finish(scored)
+                    continue
                 scores[position : position + len(found)] = found
         watched = []
         if self._watched:
             watched = [
-                (tracked, int(row), tokens[:accepted].tolist())
+                (tracked, int(row), known.tolist())
                 for row, tokens, accepted in zip(rows, results.tokens, results.accepted, strict=True)
                 if (tracked := self._watched.get(int(row))) is not None and requests[row] is tracked.request
+                if len(known := tokens[:accepted][tokens[:accepted] >= 0])
             ]
         ended = self.scheduler.complete(step, results.tokens, results.accepted)
         for tracked, row, tokens in watched:
@@ -450,28 +457,6 @@ class Engine:
             )
         if self.closed:
             raise EngineClosed("this engine is closed; make a new one")
-
-    def _token_ids(self, prompt: Prompt) -> np.ndarray:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("this model has no tokenizer files: give the prompt as a list of token ids")
-            prompt = self.tokenizer.encode(prompt)
-        vocab = self.model_config.vocab_size
-        try:
-            ids = np.asarray(prompt)
-        except (TypeError, ValueError, OverflowError):
-            ids = np.array(0.5)
-        buffer = isinstance(prompt, (bytes, bytearray, memoryview))  # numpy would read its bytes as token ids
-        if buffer or ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-            raise InvalidRequest(
-                f"a prompt must be a string or a list of token ids (whole numbers), not {shown(prompt)}"
-            )
-        if len(ids) == 0:
-            raise InvalidRequest("the prompt is empty: give at least one token (a beginning-of-text token will do)")
-        if ids.min() < 0 or ids.max() >= vocab:
-            bad = int(ids[(ids < 0) | (ids >= vocab)][0])
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab - 1}")
-        return ids.astype(np.int32)
 
     def close(self) -> None:
         """Abort running requests and free the model and its cache. The engine cannot be used afterwards."""

@@ -99,11 +99,14 @@ class BlockPool:
         """Call `callback` with each cached block that `allocate` evicts; None: stop."""
         self._on_evict = callback
 
-    def forget(self) -> None:
-        """Drop the prefix index: cached blocks become free, and used ones can no longer be found."""
-        self._free.extend(self._cached)
-        for known in (self._cached, self._block_of, self._key_of):
-            known.clear()
+    def forget(self, blocks: Iterable[int] | None = None) -> None:
+        """Drop blocks from the prefix index: cached ones become free, used ones can no longer be found. None: all."""
+        for block in [*self._cached, *self._key_of] if blocks is None else blocks:
+            if (key := self._key_of.pop(block, None)) is not None:
+                del self._block_of[key]
+                if block in self._cached:
+                    del self._cached[block]
+                    self._free.append(block)
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these blocks are cached: sharing them reduces `available` by that many."""

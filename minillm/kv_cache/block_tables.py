@@ -105,6 +105,10 @@ class BlockTables:
             group += 1
         return [blocks[:count] for blocks in found]
 
+    def blocks_of(self, pool: BlockPool, key: bytes) -> list[int]:
+        """The cached or used blocks, of all groups, that hold the last block of the prefix `key`."""
+        return [block for group in range(self.groups) for block in pool.lookup([group_key(key, group)])]
+
     def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:
         """What a request of `known` tokens needs, `count` of which run after those in `shared`.
 

@@ -34,12 +34,14 @@ class Family:
                  in every family
     read         config.json with the defaults filled in -> the fields of `ModelConfig` that not every family has
     activations  their names in config.json -> their names in `ModelConfig.activation`
+    overflows    whether known models of it compute numbers beyond float16's largest, 65,504
     """
 
     defaults: dict[str, Any]
     norms: dict[str, str]
     read: Callable[[dict[str, Any]], dict[str, Any]]
     activations: dict[str, str] = field(default_factory=ACTIVATIONS.copy)
+    overflows: bool = False
 
 
 def _gemma(raw: dict[str, Any]) -> dict[str, Any]:
@@ -137,12 +139,12 @@ QWEN = LLAMA | {"use_sliding_window": False, "sliding_window": 4096, "max_window
 
 ARCHITECTURES = {
     # The first releases write "gelu" and mean its tanh form.
-    "GemmaForCausalLM": Family(GEMMA, NORMS, _gemma, ACTIVATIONS | {"gelu": "gelu_tanh"}),
-    "Gemma2ForCausalLM": Family(GEMMA2, FOUR_NORMS, _gemma2),
-    "Gemma3ForCausalLM": Family(GEMMA3, FOUR_NORMS | QK_NORMS, _gemma3),
+    "GemmaForCausalLM": Family(GEMMA, NORMS, _gemma, ACTIVATIONS | {"gelu": "gelu_tanh"}, overflows=True),
+    "Gemma2ForCausalLM": Family(GEMMA2, FOUR_NORMS, _gemma2, overflows=True),
+    "Gemma3ForCausalLM": Family(GEMMA3, FOUR_NORMS | QK_NORMS, _gemma3, overflows=True),
     "LlamaForCausalLM": Family(LLAMA, NORMS, _llama),
     "MistralForCausalLM": Family(LLAMA | {"sliding_window": 4096}, NORMS, _mistral),
-    "Qwen2ForCausalLM": Family(QWEN, NORMS, _qwen2),
+    "Qwen2ForCausalLM": Family(QWEN, NORMS, _qwen2, overflows=True),
     "Qwen3ForCausalLM": Family(QWEN | {"head_dim": 128}, NORMS | QK_NORMS, _qwen3),
 }
 REFUSED = {

@@ -89,6 +89,12 @@ def load_model(
         dtype = "float32" if torch.device(device).type == "cpu" else config.dtype
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+    if dtype == "float16" and ARCHITECTURES[config.architecture].overflows:
+        log.warning(
+            "dtype=float16: models of %s are known to compute numbers beyond its range, and their requests then end "
+            "with an error; dtype=bfloat16 and dtype=float32 have room for them",
+            config.architecture,
+        )
     layout = read_layout(place) if isinstance(place, Path) else None
     entries: dict[str, Entry] = {}
     if load_format != "dummy" and isinstance(place, Path):

@@ -277,9 +277,11 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     mixed = bool(greedy.any())
     if mixed:
         if greedy.all():
-            return logits.argmax(-1)
+            return reference.likeliest(logits)
         temperature = temperature.masked_fill(greedy, 1)
     cumulative = (logits.double() / temperature[:, None]).softmax(-1).cumsum(-1)
     target = uniform.double() * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return torch.where(greedy, logits.argmax(-1), drawn) if mixed else drawn
+    if not math.isfinite(target.sum()):
+        drawn = torch.where(target.isfinite(), drawn, -1)
+    return torch.where(greedy, reference.likeliest(logits), drawn) if mixed else drawn

@@ -175,11 +175,19 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """Sample one token per row with one random number per row: [rows] int64.  Lesson 02.
 
     logits: [rows, vocab]; temperature, uniform: [rows]. Temperature 0 takes the most likely token; otherwise the first
-    token at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in [0, 1).
+    token at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in [0, 1). A row that
+    has no probabilities gets -1: one of its logits is NaN or infinity, or all are minus infinity.
     """
     divisor = torch.where(temperature > 0, temperature, 1.0).double()
     cumulative = (logits.double() / divisor[:, None]).softmax(-1).cumsum(-1)
     # In float64, uniform < 1 keeps the target below the total, so a token of probability 0 is never drawn.
     target = uniform.double() * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return torch.where(temperature > 0, drawn, logits.argmax(-1))
+    greedy = likeliest(logits)
+    return torch.where((temperature > 0) & (greedy >= 0), drawn, greedy)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Each row's most likely token [rows] int64; -1 as `sample` gives it. logits: [rows, vocab]."""
+    largest, token = logits.max(dim=-1)  # NaN if one of them is
+    return torch.where(largest.abs() < torch.inf, token, -1)

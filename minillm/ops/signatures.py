@@ -97,7 +97,7 @@ class Operations(Protocol):
         ...
 
     def sample(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-        """logits [rows, vocab], temperature and uniform [rows] -> [rows] int64"""
+        """logits [rows, vocab], temperature and uniform [rows] -> [rows] int64; -1: the logits are not numbers"""
         ...
 
 

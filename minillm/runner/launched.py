@@ -17,10 +17,11 @@ from .logprobs import PromptScores, Scores, as_dicts
 class Results:
     """The results of a step, on the host, in the order of its sampling rows."""
 
-    tokens: np.ndarray  # [samples, queries_per_decode] int64
+    tokens: np.ndarray  # [samples, queries_per_decode] int64; -1: the row's logits are not numbers
     accepted: np.ndarray  # [samples]: how many of them are kept, counted from the first
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> log-probabilities of its token
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)  # row -> (position, ...)
+    # row -> (position of the first token, one dict a token; None: the logits are not numbers)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs] | None]] = field(default_factory=dict)
 
 
 class Launched:
@@ -54,5 +55,6 @@ class Launched:
         for scores in self._logprobs:
             results.logprobs |= zip(scores.rows.tolist(), as_dicts(scores.ids, scores.values), strict=True)
         for each in self._prompts:
-            results.prompt_logprobs[each.row] = (each.position, as_dicts(each.ids, each.values))
+            found = None if each.values.isnan().any() else as_dicts(each.ids, each.values)
+            results.prompt_logprobs[each.row] = (each.position, found)
         return results

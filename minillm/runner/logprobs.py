@@ -59,13 +59,16 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def of_sampled(state: RowState, logits: Tensor, places: np.ndarray, rows: np.ndarray, sampled: Tensor) -> list[Scores]:
-    """Scores for those rows [n] that ask for them, grouped by the number they ask for. places: [n] into logits."""
+    """Scores for those rows [n] that ask for them, grouped by the number they ask for. places: [n] into logits.
+
+    Those of rows without a token (-1) mean nothing.
+    """
     wanted = state.logprobs[rows]
     found = []
     for k in np.unique(wanted[wanted >= 0]):
         chosen = np.nonzero(wanted == k)[0]
         at, index = state.send(places[chosen], chosen)
-        found.append(Scores(*top_logprobs(logits[at], sampled[index], int(k)), rows[chosen]))
+        found.append(Scores(*top_logprobs(logits[at], sampled[index].clamp(min=0), int(k)), rows[chosen]))
     return found
 
 

@@ -159,16 +159,19 @@ class Runner:
     def _sample(
         self, step: Step, hidden: Tensor, prompts: Sequence[logprobs.PromptScores] = ()
     ) -> tuple[Launched, Tensor]:
-        """Sample each sampling row's next token and store it on the device. hidden: [samples, hidden]."""
+        """Sample each sampling row's next token and store it on the device. hidden: [samples, hidden].
+
+        Returns the tokens as the next step's inputs too.
+        """
         rows, lengths = step.rows[step.samples], (step.starts + step.queries)[step.samples]
         if len(rows) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
             return Launched(step, nothing, [], prompts), nothing
         logits = self.model.logits(hidden)
         sampled = self.sampler(logits, rows, lengths)
-        self.state.store(rows, lengths, sampled)
+        inputs = self.state.store(rows, lengths, sampled)
         scores = logprobs.of_sampled(self.state, logits, np.arange(len(rows)), rows, sampled)
-        return Launched(step, sampled, scores, prompts), sampled
+        return Launched(step, sampled, scores, prompts), inputs
 
 
 def _continues(step: Step, before: Step) -> bool:

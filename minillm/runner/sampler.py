@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops import Operations
+from minillm.ops.reference import likeliest
 
 from .logprobs import widened
 from .state import MIN_P, PENALTIES, TRUNCATION, RowState, mix
@@ -45,7 +46,8 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
         """Sample the next token of each row.
 
-        logits: [n, vocab]; rows: [n]; lengths: [n] tokens that each row has. Returns [n] int64.
+        logits: [n, vocab]; rows: [n]; lengths: [n] tokens that each row has. Returns [n] int64; -1 for a row whose
+        logits give no probabilities, because one is NaN or infinity or all are minus infinity.
         """
         if self.state.sampling.general[rows].all():
             sampled = torch.empty(len(rows), dtype=torch.int64, device=self.state.device)
@@ -64,16 +66,18 @@ class Sampler:
         general = np.nonzero(self.state.sampling.general[rows])[0]
         for start in range(0, len(general), GENERAL_AT_ONCE):
             piece = general[start : start + GENERAL_AT_ONCE]
-            chosen = logits[self._tensor(places[piece])]
-            shaped = self.reshape(widened(chosen), rows[piece], lengths[piece])
-            sampled[self._tensor(piece)] = self._draw(shaped, rows[piece], lengths[piece], divided=True)
+            chosen = widened(logits[self._tensor(places[piece])])
+            finite = chosen.amax(-1).abs() < torch.inf  # before a grammar's mask, which may hide what is not
+            shaped = self.reshape(chosen, rows[piece], lengths[piece])
+            drawn = self._draw(shaped, rows[piece], lengths[piece], divided=True)
+            sampled[self._tensor(piece)] = torch.where(finite, drawn, -1)
         return len(general) > 0
 
     def _draw(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, divided: bool = False) -> Tensor:
         """Draw one token per row. divided: the logits are already divided by the temperature."""
         temperature = self.state.sampling.temperature[rows]
         if not temperature.any():
-            return logits.argmax(dim=-1)
+            return likeliest(logits)
         if divided:
             temperature = (temperature > 0).astype(np.float32)
         draws = self._tensor(_draws(self.state.sampling.mixed_seed[rows], lengths))

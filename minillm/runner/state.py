@@ -82,11 +82,16 @@ class RowState:
         temperatures = np.array([request.params.temperature for request in requests], np.float32)
         self.temperature[rows] = self.to_device(temperatures)
 
-    def store(self, rows: np.ndarray, places: np.ndarray, tokens: Tensor) -> None:
-        """Write each row's new token [n] to its place in the row."""
+    def store(self, rows: np.ndarray, places: np.ndarray, tokens: Tensor) -> Tensor:
+        """Write each row's new token [n] to its place in the row. Returns them as the next step's inputs.
+
+        For -1, no token, that is 0: the row's request is about to end, but steps that run ahead still look it up.
+        """
+        tokens = tokens.clamp(min=0)
         if len(rows):
             self.keep_tokens(int(places.max()))
             self.tokens[self.send(rows, places)] = tokens.to(torch.int32)
+        return tokens
 
     def read(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
         """The tokens [n] int64 that a captured step wrote to these places of the rows; on a GPU, after it has run."""

@@ -141,7 +141,8 @@ class CheckedPool:
         self._count()
         self.part.register(block, key)
 
-    def forget(self) -> None:
+    def forget(self, blocks: Iterable[int] | None = None) -> None:
+        """A user-supplied pool forgets all blocks if only some are asked for."""
         self._count()
         self.part.forget()
 

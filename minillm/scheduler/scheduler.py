@@ -21,11 +21,12 @@ import numpy as np
 from minillm.errors import InvalidRequest
 from minillm.grammar import Matcher
 from minillm.kv_cache.attention_sinks import STREAM_TOKENS, Stream, StreamTables, missing
-from minillm.kv_cache.block_pool import BlockPool, BlockPoolError, prefix_keys
+from minillm.kv_cache.block_pool import BlockPool, prefix_keys
 from minillm.kv_cache.block_tables import BlockTables, group_key
-from minillm.request import Request
+from minillm.request import NOT_NUMBERS, Request
 
-from .policies import FirstComeFirstServed, Policy, PolicyError
+from .consistency import check, stuck
+from .policies import FirstComeFirstServed, Policy
 from .step import Step
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Scheduler:
         self.read = -1  # number of the newest step whose tokens were read
         self.trace: Trace | None = None  # `Trace.watch` puts one here
         self.tokens_run = self.generated = 0  # tokens that steps were launched with, and that requests got
-        self.preemptions = 0
+        self.preemptions = self.corrupted = 0  # corrupted: requests ended because their logits are not numbers
         self.prefix_queries = self.prefix_hits = 0  # tokens looked up in the cache at admission, and found
         self._arrivals = 0
         self._start(BlockPool(num_blocks) if pool is None else pool)
@@ -166,6 +167,7 @@ class Scheduler:
         self.launched = self.read = before.launched
         self.tokens_run, self.generated, self.preemptions = before.tokens_run, before.generated, before.preemptions
         self.prefix_queries, self.prefix_hits = before.prefix_queries, before.prefix_hits
+        self.corrupted = before.corrupted
 
     @property
     def in_flight(self) -> int:
@@ -191,7 +193,7 @@ class Scheduler:
             queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
         if len(rows) == 0:
             if self.has_work and not self.in_flight:
-                raise self._stuck()
+                raise stuck(self)
             return None
         step = self._launch(rows, queries)
         if step.decodes < len(rows):
@@ -247,7 +249,10 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Send the request that comes last back into the queue. Nothing is in flight: its tokens are all known."""
-        request = max((each for each in self.requests if each is not None), key=attrgetter("place"))
+        self._requeue(max((each for each in self.requests if each is not None), key=attrgetter("place")))
+
+    def _requeue(self, request: Request) -> None:
+        """Send a request back into the queue, with its confirmed tokens."""
         row = request.row
         self._vacate(request)
         self._queue(request)
@@ -296,19 +301,6 @@ class Scheduler:
             self._register(request, start + count)
         return admitted
 
-    def _stuck(self) -> Exception:
-        """What to raise where work waits, nothing is in flight, and nothing may run."""
-        refused_by = "share" if len(self._runnable()) else self._refused_by
-        counts = f"{len(self.order)} requests have a row, {len(self.waiting)} wait"
-        if refused_by == "blocks":
-            return BlockPoolError(
-                f"{_name(self.pool)} has lost blocks: nothing is in flight, {counts}, and only "
-                f"{self.pool.available} of {self.pool.num_blocks} blocks are available"
-            )
-        return PolicyError(
-            f"policy {_name(self.policy)}: {refused_by} lets nothing run; nothing is in flight, {counts}"
-        )
-
     def _find_prefix(self, request: Request) -> list[list[int]]:
         """Cached blocks of the request's beginning, [groups][blocks]. At least one token is left to compute."""
         if not self._shares(request) or request.params.prompt_logprobs is not None:
@@ -349,7 +341,7 @@ class Scheduler:
         """Take in the tokens that `step` yielded, in its rows' order; returns the requests that ended.
 
         tokens: [samples] int, or [samples, step.queries_per_decode], of which the first `accepted` [samples] (None:
-        all) are the row's next. Steps are read in the order they were launched.
+        all) are the row's next; -1: the row's logits are not numbers. Steps are read in the order they were launched.
         """
         assert step.number == self.read + 1, "steps are read in the order they were launched"
         self.read = step.number
@@ -383,17 +375,41 @@ class Scheduler:
         self.tokens[rows, self.confirmed[rows]] = sampled
         self.confirmed[rows] += 1
         self.generated += len(rows)
-        stopped = (self.stop_ids[rows] == sampled[:, None]).any(axis=1)
+        stopped = (self.stop_ids[rows] == sampled[:, None]).any(axis=1)  # also by -1, no token, which pads stop_ids
         full = self.confirmed[rows] == self.limit[rows]
         ended = []
         for i in np.nonzero(stopped | full)[0]:
             request = self.requests[rows[i]]
-            if stopped[i]:
+            assert request is not None, "rows that ended have confirmed none"
+            if sampled[i] < 0:
+                self.confirmed[rows[i]] -= 1
+                self.generated -= 1
+                if not self.fail(request):
+                    continue
+            elif stopped[i]:
                 self.finish(request, "stop", int(sampled[i]))
             else:
                 self.finish(request, "length")
             ended.append(request)
         return ended
+
+    def fail(self, request: Request) -> bool:
+        """A running request's logits are not numbers: end it. Returns whether it has ended.
+
+        Keys and values of its tokens may hold NaN, so none of its prefix stays in the cache. Those that it found there
+        may be to blame, as another request wrote them. Then it is computed again, once, without the prefix cache.
+        """
+        retry, request.alone = request.borrowed, True
+        blocks = [block for key in request.keys for block in self.tables.blocks_of(self.pool, key)]
+        self.pool.forget(blocks)
+        if self.trace is not None and blocks:
+            self.trace.forget(blocks)
+        if retry:
+            self._requeue(request)
+        else:
+            self.corrupted += 1
+            self.finish(request, "abort", NOT_NUMBERS)
+        return not retry
 
     # ---- rows and blocks
 
@@ -403,7 +419,7 @@ class Scheduler:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, more)))
 
     def _shares(self, request: Request) -> bool:
-        return self.prefix_caching and request.options.use_prefix_cache
+        return self.prefix_caching and request.options.use_prefix_cache and not request.alone
 
     def _occupy(self, request: Request, computed: int) -> int:
         """Put a request into a free row, its first `computed` tokens being in the cache."""
@@ -415,10 +431,11 @@ class Scheduler:
         self.tokens[row, :known] = request.known
         self.confirmed[row] = self.known[row] = known
         self.computed[row] = computed
+        request.borrowed = computed > 0
         self.prompt[row], self.limit[row] = len(request.prompt), request.limit
         stops = request.stop_ids
-        if len(stops) > self.stop_ids.shape[1]:
-            wider = np.full((len(self.requests), len(stops)), -1, np.int32)
+        if len(stops) >= self.stop_ids.shape[1]:  # one place stays -1
+            wider = np.full((len(self.requests), len(stops) + 1), -1, np.int32)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
             self.stop_ids = wider
         self.stop_ids[row] = -1
@@ -479,22 +496,4 @@ class Scheduler:
         """The blocks that will be released once the steps in flight have been read; one may be listed twice."""
         return [block for _, _, blocks in self._fence for block in blocks]
 
-    def check(self) -> None:
-        """Raise AssertionError unless every block and every row is accounted for."""
-        running = [request for request in self.requests if request is not None]
-        assert sorted(self.order.tolist()) == sorted(request.row for request in running), "order lost a row"
-        tables = [self.tables.of(request.row).tolist() for request in running]
-        self.pool.check(block for blocks in [*tables, self.fenced] for block in blocks)
-        rows = [r.row for r in running] + [row for _, row, _ in self._fence if row >= 0] + self._free_rows
-        assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
-        for request in running:
-            row = request.row
-            assert self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
-            assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
-            self.tables.check(row, int(self.computed[row]))
-        assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"
-
-
-def _name(part: object) -> str:
-    """A user-supplied part is known by its own class's name, not its wrapper's."""
-    return getattr(part, "name", type(part).__name__)
+    check = check

@@ -331,7 +331,7 @@ class _Server:
     ) -> Response:
         """The response: one JSON document, or a stream of events."""
         usages, options = body.stream_usage(), body.options()
-        answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n, options)
+        answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n, options, True)
         count = len(prompts) * form.n
         if body.stream:
             # Wait for the first delta here: an error before it can still set the HTTP status.

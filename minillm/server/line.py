@@ -15,11 +15,11 @@ import numpy as np
 from minillm import overrides
 from minillm.engine.async_llm import Prepared
 from minillm.errors import InvalidRequest, MissingPackage, naming
-from minillm.request import Delta, RequestOptions, SamplingParams
+from minillm.request import NOT_NUMBERS, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 
+from .framing import NUMBER, Unpacker, pack
 from .lengths import TooLong, one_of, room
-from .link import NUMBER, Unpacker, pack
 from .waiting import retry_after
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ class Line:
                 event["prompt_logprobs"] = completion.prompt_logprobs
         if delta.completion is not None:
             event |= {"reason": delta.finish_reason, "stop": delta.stop_reason}
-            if delta.finish_reason == "abort" and isinstance(delta.stop_reason, str):  # its grammar failed
+            if delta.stop_reason == NOT_NUMBERS:
+                event |= {"error": NOT_NUMBERS, "kind": "not_numbers"}
+            elif delta.finish_reason == "abort" and isinstance(delta.stop_reason, str):  # its grammar failed
                 message = f"json_schema cannot be followed to the end of this answer: {delta.stop_reason}"
                 event |= {"error": message, "kind": "invalid"}
             self._forget(job.key)

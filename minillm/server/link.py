@@ -21,12 +21,10 @@ The connection ends with the engine's process. The worker then waits for one to 
 
 import asyncio
 import itertools
-import json
 import socket
-import struct
 import time
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -39,11 +37,10 @@ from minillm.tokenizer import Tokenizer
 
 from .access import CURRENT, Access
 from .config import ServerConfig
+from .framing import NUMBER, Unpacker, pack
 from .lengths import TooLong
 from .waiting import retry_after
 
-SIZES = struct.Struct("<II")  # bytes of JSON, bytes of numbers that follow it
-NUMBER = "q"
 MANY_NUMBERS = 1 << 16  # more than this are joined in a thread, so that other streams keep going
 
 
@@ -79,40 +76,18 @@ class PastDeadline(EngineError):
         self.code = code
 
 
+class NotNumbers(EngineError):
+    """The model's logits for this choice are not numbers."""
+
+
 REFUSALS: dict[str, Callable[..., Exception]] = {
     "invalid": InvalidRequest,
     "too_long": TooLong,
     "busy": Busy,
     "missing": MissingPackage,
+    "not_numbers": NotNumbers,
     "failed": EngineError,
 }
-
-
-def pack(message: dict, numbers: Iterable[int] = ()) -> bytes:
-    # UTF-8, not ASCII: escapes would make text in most scripts longer and slower to decode.
-    text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
-    numbers = numbers if isinstance(numbers, array) else array(NUMBER, numbers)
-    head, data = text.encode("utf-8", "surrogatepass"), numbers.tobytes()
-    return SIZES.pack(len(head), len(data)) + head + data
-
-
-class Unpacker:
-    """Turns incoming bytes into pairs of (message, numbers), each as soon as it is complete."""
-
-    def __init__(self) -> None:
-        self._held = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[tuple[dict, array]]:
-        self._held += data
-        while len(self._held) >= SIZES.size:
-            head, numbers = SIZES.unpack_from(self._held)
-            end = SIZES.size + head + numbers
-            if len(self._held) < end:
-                return
-            message = json.loads(self._held[SIZES.size : SIZES.size + head])
-            found = array(NUMBER, bytes(self._held[SIZES.size + head : end]))
-            del self._held[:end]
-            yield message, found
 
 
 @dataclass
@@ -135,6 +110,7 @@ class Choice:
         self.index = index
         self.output = OutputText(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
         self.completion = Completion("", prompt.ids or [])
+        self.failure: Exception | None = None  # why the engine ended this choice alone
         if params.logprobs is not None:
             self.completion.logprobs = []
 
@@ -231,9 +207,17 @@ class RemoteEngine:
     # ---- what the HTTP side uses
 
     async def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams, n: int = 1, options: RequestOptions = RequestOptions()
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        n: int = 1,
+        options: RequestOptions = RequestOptions(),
+        partly: bool = False,
     ) -> AsyncGenerator[tuple[Choice, Delta]]:
         """Run n choices of each prompt; yields pairs of a choice and its next delta.
+
+        partly: if the engine cannot complete some of the choices, go on with the others. The last delta of such a
+        choice has finish_reason "abort", and its stop_reason says why. If there is no other, its error is raised.
 
         Choices are numbered prompt by prompt. Either all of them run or none: InvalidRequest and Busy are raised before
         the first delta, EngineError at any time. Closing the generator early aborts the choices that still run.
@@ -258,12 +242,16 @@ class RemoteEngine:
             ids = [prompt.ids or [] for prompt in prompts]
             many = sum(map(len, ids)) > MANY_NUMBERS
             self._send(message, await asyncio.to_thread(_joined, ids) if many else _joined(ids))
-            left = len(mine)
+            left, failed = len(mine), 0
             while left:
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
                 choice, delta = item
+                if choice.failure is not None and delta.finish_reason is not None:
+                    failed += 1
+                    if failed == len(mine) or not partly:
+                        raise choice.failure
                 if access.first_token is None:
                     access.first_token = access.seconds
                 left -= delta.finish_reason is not None
@@ -410,7 +398,9 @@ class RemoteEngine:
         if found is None:  # aborted or stopped, but this event was already on its way
             return
         choice, queue = found
-        if error is not None:
+        if error is not None and "reason" in more:
+            choice.failure = REFUSALS[kind](error)
+        elif error is not None:
             del self._choices[key]
             queue.put_nowait(REFUSALS[kind](error))
             return

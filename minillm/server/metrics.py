@@ -101,6 +101,10 @@ class Metrics:
             yield gauge
         counters = {
             "num_preemptions": ("Requests that gave their blocks to others", stats.get("preemptions", 0)),
+            "corrupted_requests": (
+                "Requests that ended because the model's logits were not numbers",
+                stats.get("corrupted", 0),
+            ),
             "prefix_cache_queries": ("Tokens looked up in the prefix cache", stats.get("prefix_query_tokens", 0)),
             "prefix_cache_hits": ("Tokens found there", stats.get("prefix_hit_tokens", 0)),
         }

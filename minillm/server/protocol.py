@@ -32,7 +32,7 @@ from .limits import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
 )
-from .link import Busy, EngineGone, PastDeadline, ShuttingDown
+from .link import Busy, EngineGone, NotNumbers, PastDeadline, ShuttingDown
 from .messages import Message, checked_messages
 
 RETRY_AFTER = 1  # seconds
@@ -384,6 +384,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(
             f"this server cannot do that yet: {message}", status=501, kind="server_error", code="not_installed"
         )
+    if isinstance(error, NotNumbers):
+        return APIError(message, status=500, kind="server_error", code="logits_not_numbers")
     if isinstance(error, PastDeadline):
         return APIError(message, status=504, kind="server_error", code=error.code)
     if isinstance(error, EngineGone):

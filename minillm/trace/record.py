@@ -32,6 +32,7 @@ FIELDS = {
     "share": ("request", "row", "tokens", "blocks"),  # blocks found in the cache, part of the preceding admission
     "grow": ("rows", "columns", "blocks"),  # each row's next column; blocks: [groups][n], -1: allocated before
     "register": ("row", "blocks"),  # full blocks that other requests can now find by their prefix
+    "forget": ("blocks",),  # a request that computed them failed: they can no longer be found
     "evict": ("block",),  # reused for other tokens: its prefix is no longer cached
     "release": ("row", "blocks", "step"),  # freed while the row runs; reusable once that step is read
     "preempt": ("request", "row", "step"),
@@ -158,6 +159,9 @@ class Trace:
         blocks = [block for block, found in zip(keys, pool.lookup(keys.values()), strict=False) if found == block]
         if blocks:
             self._add("register", row, blocks)
+
+    def forget(self, blocks: list[int]) -> None:
+        self._add("forget", blocks)
 
     def release(self, rows: np.ndarray, blocks: np.ndarray, step: int) -> None:
         """rows, blocks: [n], rows[i] releases blocks[i]; step: the last step that may still read them."""

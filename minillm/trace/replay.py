@@ -148,6 +148,9 @@ class Mirror:
     def _register(self, event: dict) -> None:
         self.registered.update(event["blocks"])
 
+    def _forget(self, event: dict) -> None:
+        self.registered.difference_update(event["blocks"])
+
     def _evict(self, event: dict) -> None:
         block = event["block"]
         self._expect(not self.holders[block], "evict", f"evicts block {block}, which is in use")

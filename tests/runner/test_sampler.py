@@ -155,12 +155,6 @@ def test_the_smallest_accepted_values_choose_the_likeliest_token(case, kernels, 
     assert set(draw(SamplingParams(**case), draws=12).tolist()) == {7}
 
 
-def test_a_row_without_any_possible_token_still_draws_a_valid_id():
-    rows = torch.full((2, VOCABULARY), -math.inf)
-    drawn = ops.on("cpu").sample(rows, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
-    assert ((drawn >= 0) & (drawn < VOCABULARY)).all()
-
-
 def test_huge_and_infinite_logits_do_not_overflow():
     logits = [1e30, -1e30, *[0.0] * 8, -math.inf, 3e38]
     assert set(draw(SamplingParams(), logits, 20).tolist()) == {11}

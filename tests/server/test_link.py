@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
+from minillm.server.framing import SIZES, Unpacker, pack
 from minillm.server.hub import Hub, Line
 from minillm.server.lengths import TooLong, room
-from minillm.server.link import SIZES, EngineGone, Prompt, RemoteEngine, Unpacker, _changed, pack
+from minillm.server.link import EngineGone, Prompt, RemoteEngine, _changed
 from tests.waiting import TIMEOUT, async_wait_until
 
 MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())

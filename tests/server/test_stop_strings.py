@@ -16,7 +16,8 @@ import minillm
 from minillm import AsyncLLM, SamplingParams
 from minillm.engine.llm import chat_prompt
 from minillm.server import running
-from minillm.server.link import EngineError, Prompt, RemoteEngine, Unpacker, _Link, pack
+from minillm.server.framing import Unpacker, pack
+from minillm.server.link import EngineError, Prompt, RemoteEngine, _Link
 from tests.chance import SEED
 from tests.waiting import TIMEOUT, wait_until
 

@@ -200,8 +200,8 @@ FAULTS = (
     Fault(
         "any key opens a server that has one",
         "minillm/server/gate.py",
-        'hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in given',
-        'True for each in given',
+        "hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in given",
+        "True for each in given",
         "tests/server/test_gate.py -k key",
     ),
     Fault(
@@ -241,7 +241,7 @@ FAULTS = (
     ),
     Fault(
         "of two messages that arrive together one waits",
-        LINK,
+        "minillm/server/framing.py",
         "while len(self._held) >= SIZES.size:",
         "if len(self._held) >= SIZES.size:",
         "tests/server/test_link.py -k arrive_whole",
