@@ -6,6 +6,7 @@ slice of them. So loading needs little more memory than the model itself, for al
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -47,8 +48,12 @@ DTYPES = {
 }
 EMBEDDED = DATA / "tiny-gemma"
 GB = 1e9
-# What some checkpoints store, and no result depends on: what follows from config.json, and scales of a quantized cache.
-UNUSED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+# What some checkpoints store, and no result depends on: what follows from config.json, and scales for a quantized
+# cache, whose names differ from tool to tool.
+UNUSED = re.compile(
+    r".*(rotary_emb\.inv_freq|self_attn\.([qkv]_proj\.|attn\.)?(q|k|v|kv|prob)_(scale|zero_point)"
+    r"|self_attn\.[kv]_proj\.output_(scale|zero_point))"
+)
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +211,7 @@ def resolve(model: str | Path | None) -> Path | str:
 class Destination:
     """Where a tensor of the checkpoint goes."""
 
-    shape: tuple[int, ...]  # ANY: a length that only the file says
+    shape: tuple[int, ...] | None  # ANY: a length that only the file says; None: any
     load: Callable[[Iterable[Tensor]], None]  # takes the tensor in pieces of its first axis, in order
     dtypes: tuple[torch.dtype, ...] = FLOATING  # that the tensor may have
     required: bool = True
@@ -268,7 +273,7 @@ class QuantizedModule:
         """Convert what was collected and fill the module's rows."""
         codes = self.layout.codes(self.module.name, self.module.inputs, self.found)
         self.weight.fill(self.module.rows, codes)
-        scale = self.layout.input_scale(self.found)
+        scale = self.layout.input_scale(self.module.name, self.found)
         if scale is not None and not 0 < scale.item() < math.inf:
             raise ConfigError(f"{self.module.name}: the scale of its inputs must be positive, not {scale.item()}")
         if scale is not None and self.weight.input_scale is not None:  # the weight's modules share their input
@@ -307,13 +312,13 @@ def with_stored_head(
 def fill_from_files(model: Model, entries: dict[str, Entry], directory: Path, layout: Layout | None = None) -> None:
     """Stream every tensor into the model. Names, shapes and dtypes are checked before any data is read."""
     places = destinations(model, layout)
-    entries = {name: entry for name, entry in entries.items() if not name.endswith(UNUSED)}
+    entries = {name: entry for name, entry in entries.items() if not UNUSED.fullmatch(name)}
     _check_names(places, entries, directory)
     for name, entry in entries.items():
         wanted = places[name].shape
-        if entry.shape == () and wanted == (1,):  # some tools write single numbers this way
-            entry = entries[name] = replace(entry, shape=wanted)
-        if not _fits(entry.shape, wanted):
+        if entry.shape == () and wanted in ((1,), None):  # some tools write single numbers this way
+            entry = entries[name] = replace(entry, shape=(1,))
+        if wanted is not None and not _fits(entry.shape, wanted):
             raise ConfigError(
                 f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json makes it {list(wanted)}"
             )

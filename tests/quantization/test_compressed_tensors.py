@@ -372,7 +372,7 @@ IN_GROUP = ("config_groups", "group_0")
 REFUSED = {
     ("quant_method",): [["compressed-tensors"], {}, 3],
     ("format",): ["marlin-24", "nvfp4-pack-quantized", "float-quantized", "dense", 3, ["int-quantized"]],
-    ("quantization_status",): ["frozen", None, 3, []],
+    ("quantization_status",): ["quantized", 3, []],
     ("kv_cache_scheme",): ["fp8", 8, [1]],
     ("sparsity_config",): [{"format": "marlin-24"}, "dense", [1]],
     ("transform_config",): [{"config_groups": {"a": 3}}, "x", [1], 8],

@@ -28,8 +28,11 @@ def read_layout(directory: Path) -> Layout | None:
     """The layout of a quantized checkpoint, None for an unquantized one. Raises ConfigError, which names the file."""
     path = directory / "config.json"
     found: dict[str, Any] = {}
-    if path.is_file() and (config := read_json(path, ConfigError).get("quantization_config")) is not None:
-        found[str(path)] = config
+    config = read_json(path, ConfigError) if path.is_file() else {}
+    if (given := config.get("quantization_config")) is not None:
+        found[str(path)] = given
+    elif (given := config.get(compressed_tensors.OLDER_FIELD)) is not None:
+        found[str(path)] = {"quant_method": compressed_tensors.METHOD} | given if isinstance(given, dict) else given
     for name, method in FILES.items():
         if (file := directory / name).is_file():
             found[str(file)] = {"quant_method": method} | read_json(file, ConfigError)
@@ -56,6 +59,8 @@ def _method(config: Any) -> str:
     if not isinstance(config, dict):
         raise ConfigError(f"quantization_config must be an object, not {shown(config)}")
     method = config.get("quant_method")
+    if method == "compressed_tensors":  # as some tools spell it
+        method = compressed_tensors.METHOD
     if not isinstance(method, str) or method not in LAYOUTS:
         raise ConfigError(f"quant_method {shown(method)} is not supported; supported are: {', '.join(LAYOUTS)}")
     return method

@@ -13,6 +13,9 @@ A module's tensors, besides its bias, by the `format` of the configuration:
 
 and `input_scale` [1] for static activations, `weight_g_idx` [in] for GPTQ's act-order in older files. Packed codes
 are 8 above the signed ones (8 bits: 128); the lowest bits come first, and a row's last number is padded with zeros.
+Some files store more that changes nothing: zero points of 0 where quantization is symmetric, groups in the usual order,
+scales of inputs that the configuration does not quantize, or quantizes dynamically. `quantization_status` is how far a
+tool had come when it saved the model. Whether a weight is stored as codes is seen from its tensors, not from this word.
 `sparsity_config` names the modules that are sparse instead; `bitmask` has their tensors.
 
 `minillm quantize` packs int8 weights whose activations are not quantized, because vLLM reads them only packed;
@@ -47,10 +50,13 @@ from minillm.values import shown
 
 from . import bitmask
 from .fields import flag, group_size, names, pattern
-from .layout import SCALES, Layout, Stored
-from .packing import in_group_order, unpack_numbers
+from .layout import NUMBERS, SCALES, Layout, Stored
+from .packing import group_of_each, in_group_order, unpack_numbers
 
-METHOD, COMPRESSED = "compressed-tensors", "compressed"
+METHOD, COMPRESSED, OLDER_FIELD = "compressed-tensors", "compressed", "compression_config"
+STATUSES = ("initialized", "calibration", "frozen", COMPRESSED, "decompressed")
+# Of inputs; without static activations, none has an effect.
+INPUT_TENSORS = ("input_scale", "input_zero_point", "input_global_scale")
 NO_MATCH = 3  # the rank of a target that does not name a module
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 PACKED, INT8, FLOAT, NAIVE, MIXED = (
@@ -120,8 +126,8 @@ class CompressedTensors(Layout):
             }
             if isinstance(found, Int4) and not found.symmetric:
                 stored["weight_zero_point"] = Stored((-(-rows // 8), groups), (torch.int32,))
-            if isinstance(found, Int4) and found.act_order:
-                stored["weight_g_idx"] = Stored((inputs,), (torch.int32, torch.int64))
+            if isinstance(found, Int4):
+                stored["weight_g_idx"] = Stored((inputs,), (torch.int32, torch.int64), required=found.act_order)
         else:
             dtype = torch.int8 if isinstance(found, Int8) else torch.float8_e4m3fn
             one = isinstance(found, Fp8) and found.scales == "tensor"
@@ -129,14 +135,18 @@ class CompressedTensors(Layout):
                 "weight": Stored((rows, inputs), (dtype,)),
                 "weight_scale": Stored((1,) if one else (rows, 1), SCALES),
             }
-        if found.activations is not None and found.activations.static:
+        static = found.activations is not None and found.activations.static
+        if static:
             stored["input_scale"] = Stored((1,), SCALES)
-        return stored
+        anything = Stored(None, (*SCALES, *NUMBERS), required=False)
+        unused = ("weight_zero_point", *INPUT_TENSORS[1 if static else 0 :])
+        return dict.fromkeys(unused, anything) | stored
 
     def codes(self, module: str, inputs: int, tensors: Mapping[str, Tensor]) -> Codes:
         found = self._group(module)[0]
         if isinstance(found, Sparse):
             return bitmask.codes(module, inputs, tensors)
+        _check_zero_points(module, found, tensors)
         if isinstance(found, Fp4):
             return _fp4_codes(module, found, tensors)
         scales = tensors["weight_scale"]
@@ -145,18 +155,24 @@ class CompressedTensors(Layout):
         packed = tensors["weight_packed"]
         if not isinstance(found, Int4):
             return Codes(unpack_numbers(packed, bits=8)[:, :inputs], scales)
-        zeros = tensors.get("weight_zero_point")
+        zeros = None if found.symmetric else tensors["weight_zero_point"]
         rows = None if zeros is None else unpack_numbers(zeros.t()).t()[: len(packed)]
         codes = Codes(unpack_numbers(packed)[:, :inputs], scales, rows)
-        if "weight_g_idx" not in tensors:
+        if (groups := tensors.get("weight_g_idx")) is None:
+            return codes
+        if not found.act_order:
+            usual = group_of_each(inputs, scales.shape[1])
+            if not ((groups == -1).all() or groups.equal(usual.to(groups.dtype))):  # -1: none, as the library fills it
+                raise ConfigError(f"{module}.weight_g_idx has an order of its own, but actorder is not group")
             return codes
         try:
-            return in_group_order(codes, tensors["weight_g_idx"])
+            return in_group_order(codes, groups)
         except ConfigError as error:
             raise ConfigError(f"{module}.weight_g_idx: {error}") from None
 
-    def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        return tensors.get("input_scale")
+    def input_scale(self, module: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        activations = self.format(module, 0).activations
+        return tensors["input_scale"] if activations is not None and activations.static else None
 
 
 def write(module: str, codes: Codes, format: Format) -> dict[str, Tensor]:
@@ -254,9 +270,8 @@ def _checked_packing(given: Any, format: Format) -> str:
 
 def _refuse_extras(config: Mapping[str, Any]) -> None:
     """Raise ConfigError if a checkpoint has what would change its results, and is not implemented."""
-    if config.get("quantization_status", COMPRESSED) != COMPRESSED:
-        status = shown(config["quantization_status"])
-        raise ConfigError(f"quantization_status must be {COMPRESSED!r}, not {status}")
+    if (status := config.get("quantization_status")) is not None and status not in STATUSES:
+        raise ConfigError(f"quantization_status must be one of {', '.join(STATUSES)}, not {shown(status)}")
     if not isinstance(scheme := config.get("kv_cache_scheme") or {}, dict):
         raise ConfigError(f"kv_cache_scheme must be an object or null, not {shown(scheme)}")
     for field in ("transform_config", "sparsity_config"):
@@ -302,7 +317,7 @@ def _format(group: Mapping[str, Any]) -> Format:
         raise ConfigError("quantized outputs (output_activations) are not supported")
     if flag(weights, "dynamic", False):
         raise ConfigError("weights that are quantized while they are used (dynamic) are not supported")
-    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), _strategy(weights)
     activations = _activations(group.get("input_activations"))
     symmetric = flag(weights, "symmetric", True)
     if (bits, kind) == (4, "int") and strategy == "group":
@@ -364,6 +379,17 @@ def _describe_sparse(formats: Mapping[str, Sparse]) -> dict[str, Any]:
     }
 
 
+def _check_zero_points(module: str, format: Format, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for zero points that are not 0 where quantization is symmetric."""
+    static = format.activations is not None and format.activations.static
+    symmetric = ["input_zero_point"] if static else []
+    if not isinstance(format, Int4) or format.symmetric:
+        symmetric.append("weight_zero_point")
+    for name in symmetric:
+        if (zeros := tensors.get(name)) is not None and zeros.float().any():
+            raise ConfigError(f"{module}.{name} is not 0, but the configuration says symmetric: true")
+
+
 def _fp4_codes(module: str, format: Fp4, tensors: Mapping[str, Tensor]) -> Codes:
     values, stored = fp4.unpack(tensors["weight_packed"]), tensors["weight_scale"]
     if not format.has_global_scale:
@@ -382,12 +408,20 @@ def _act_order(weights: Mapping[str, Any]) -> bool:
     return given in (True, "group", "dynamic")
 
 
+def _strategy(config: Mapping[str, Any]) -> Any:
+    """Which numbers share a scale. If it is not given, the size of groups says so."""
+    if (given := config.get("strategy")) is not None:
+        return given
+    size = config.get("group_size")
+    return "tensor" if size is None else "channel" if size == -1 else "group"
+
+
 def _activations(config: Any) -> Activations | None:
     if config is None:
         return None
     if not isinstance(config, dict):
         raise ConfigError(f"input_activations must be an object or null, not {shown(config)}")
-    bits, kind, strategy = config.get("num_bits"), config.get("type", "int"), config.get("strategy")
+    bits, kind, strategy = config.get("num_bits"), config.get("type", "int"), _strategy(config)
     dynamic, symmetric = flag(config, "dynamic", False), flag(config, "symmetric", True)
     if bits == 8 and kind in ("int", "float") and symmetric:
         if strategy == "token" and dynamic:

@@ -10,6 +10,7 @@ from torch import Tensor
 from minillm.quantization.weight import Codes, Format
 
 ANY = -1  # a length that only the file says
+NUMBERS = (torch.float8_e4m3fn, torch.int64, torch.int32, torch.int8, torch.uint8)  # of zero points; also SCALES
 SCALES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes that scales may have
 
 
@@ -17,7 +18,7 @@ SCALES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes
 class Stored:
     """A tensor that a module must have in a checkpoint, or may have."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None  # None: any
     dtypes: tuple[torch.dtype, ...]
     required: bool = True
 
@@ -37,7 +38,7 @@ class Layout(Protocol):
         """Convert the tensors of a quantized module [rows, inputs]. Raises ConfigError for values it cannot have."""
         ...
 
-    def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    def input_scale(self, module: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """The scale of static activations."""
         return None
 

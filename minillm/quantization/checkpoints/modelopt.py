@@ -133,7 +133,7 @@ class ModelOpt(Layout):
         halves = torch.stack((weight & 15, weight >> 4), 1).flatten(0, 1)[: len(scales)]
         return Codes((halves ^ 8).to(torch.int8) - 8, scales)
 
-    def input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    def input_scale(self, module: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return tensors.get("input_scale")
 
     def input_factors(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
