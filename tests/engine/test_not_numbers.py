@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.model.loader import load_model
@@ -160,6 +161,17 @@ def test_a_grammar_does_not_hide_that_logits_are_not_numbers(gemma):
         good, bad = llm.generate([[5, 6, 7], [5, BAD]], params)
         assert good.finish_reason == "stop" and good.text in ("yes, yes", "yes, no", "no, yes", "no, no")
         assert_ended(bad)
+
+
+def test_a_damaged_row_of_the_head_is_noticed_even_if_a_grammar_forbids_its_token(tmp_path):
+    damaged_tiny_gemma(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][BAD] = NAN
+    save_file(tensors, file)
+    with engine(tmp_path, dtype="float32") as llm:
+        for more in ({"regex": "yes|no"}, {"temperature": 0}, {"top_k": 3}, {"logit_bias": {BAD: -100}}):
+            assert_ended(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, **more))[0])
 
 
 # The prefix cache

@@ -131,4 +131,11 @@ FAULTS = (
         "pass",
         "tests/test_config.py -k streams_wait",
     ),
+    Fault(
+        "the scores of a prompt may be no numbers",
+        "minillm/runner/launched.py",
+        "None if each.values.isnan().any() else ",
+        "",
+        "tests/engine/test_not_numbers.py -k forgotten_the_damaged",
+    ),
 )

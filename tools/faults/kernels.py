@@ -88,8 +88,8 @@ FAULTS = (
     Fault(
         "a head's scale ignores its second half",
         WRITE,
-        "most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))",
-        "most = tl.max(tl.abs(first), 1)",
+        "most = tl.maximum(tl.max(magnitude(first), 1), tl.max(magnitude(second), 1))",
+        "most = tl.max(magnitude(first), 1)",
         "tests/kernels/test_quantized_cache.py -k write_kernel",
     ),
     Fault(
@@ -357,5 +357,19 @@ FAULTS = (
         "dependent = dependent_launch(ids.device)",
         'dependent = {"DEPENDENT": False}',
         "tests/kernels/test_single_row.py -k only_these_kernels",
+    ),
+    Fault(
+        "the sampling kernel chooses a token without probabilities",
+        "kernels/sampling.py",
+        'tl.where(tl.abs(maximum) < float("inf"), token, -1)',
+        "token",
+        "tests/engine/test_not_numbers.py -k gives_no_token",
+    ),
+    Fault(
+        "a captured step looks up the token of a row that has none",
+        "kernels/decode_step.py",
+        "tl.maximum(token, 0).to(tl.int32)",
+        "token.to(tl.int32)",
+        "tests/engine/test_not_numbers.py -k captured",
     ),
 )

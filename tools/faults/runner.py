@@ -145,4 +145,18 @@ FAULTS = (
         "forbid(shaped, self._tensor(np.arange(len(masked))), masks)",
         "tests/engine/test_structured_output.py -k neighbors",
     ),
+    Fault(
+        "a grammar hides that logits are not numbers",
+        "minillm/runner/sampler.py",
+        "torch.where(finite, drawn, -1)",
+        "drawn",
+        "tests/engine/test_not_numbers.py -k damaged_row",
+    ),
+    Fault(
+        "the next step looks up the token of a row that has none",
+        "minillm/runner/state.py",
+        "tokens = tokens.clamp(min=0)",
+        "tokens = tokens.clone()",
+        "tests/engine/test_not_numbers.py -k choice_of_a_prompt",
+    ),
 )

@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         "a stop token at the length limit is reported as length",
         SCHEDULER,
-        "            if stopped[i]:\n",
-        "            if stopped[i] and not full[i]:\n",
+        "            elif stopped[i]:\n",
+        "            elif stopped[i] and not full[i]:\n",
         "tests/engine/test_engine.py -k 'stop_token or end_token'",
     ),
     Fault(
@@ -64,8 +64,8 @@ FAULTS = (
     Fault(
         "the first request is preempted instead of the last",
         SCHEDULER,
-        "request = max((each for each in self.requests",
-        "request = min((each for each in self.requests",
+        "self._requeue(max((each for each in self.requests",
+        "self._requeue(min((each for each in self.requests",
         "tests/scheduler/test_policies.py -k last_request_is_preempted",
     ),
     Fault(
@@ -144,5 +144,19 @@ FAULTS = (
         "if self.max_prefill_tokens and (decodes := int((pending == 1).sum())):",
         "if self.max_prefill_tokens and (decodes := int((pending == 1).sum())) >= 0:",
         "tests/scheduler/test_policies.py -k smaller_budget",
+    ),
+    Fault(
+        "blocks of a request without numbers stay in the prefix cache",
+        "minillm/scheduler/scheduler.py",
+        "        self.pool.forget(blocks)\n",
+        "",
+        "tests/engine/test_not_numbers.py -k is_found_in_the_prefix_cache",
+    ),
+    Fault(
+        "a request pays for the damaged blocks of another",
+        "minillm/scheduler/scheduler.py",
+        "retry, request.alone = request.borrowed, True",
+        "retry, request.alone = False, True",
+        "tests/engine/test_not_numbers.py -k share_a_failed_ones",
     ),
 )
