@@ -32,11 +32,12 @@ def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
 def prompt_logprob(completion: Completion, position: int, token: int) -> float:
     """The log-probability of a prompt's token at `position`, given the tokens before it.
 
-    Raises ValueError for the first position, or if the request had no `prompt_logprobs`.
+    Raises ValueError for the first position, or if the request had no `prompt_logprobs` or was aborted.
     """
     logprobs = completion.prompt_logprobs
     if logprobs is None or (entry := logprobs[position]) is None:
-        raise ValueError(f"the completion has no log-probabilities for position {position} of its prompt")
+        why = f": {completion.stop_reason}" if completion.finish_reason == "abort" else ""
+        raise ValueError(f"the completion has no log-probabilities for position {position} of its prompt{why}")
     return entry[token]
 
 

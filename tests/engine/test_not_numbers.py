@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
+from minillm.evaluate.perplexity import perplexity
 from minillm.model.loader import load_model
 from minillm.ops import cpu, reference
 from minillm.request import NOT_NUMBERS
@@ -292,3 +293,8 @@ def test_logits_beyond_float16s_range_end_a_request(tmp_path):
     for dtype, reason in (("float16", "abort"), ("bfloat16", "length")):
         with contextlib.closing(LLM(tmp_path, device="cpu", dtype=dtype, num_blocks=16)) as llm:
             assert llm.generate([GOOD[0]], asked())[0].finish_reason == reason
+
+
+def test_an_evaluation_says_why_a_text_has_no_scores(gemma):
+    with engine(gemma, dtype="float32") as llm, pytest.raises(ValueError, match="logits are not numbers"):
+        perplexity(llm, [5, 6, BAD, 7, 8])
