@@ -339,6 +339,7 @@ class Completion:
     stop_reason: int | str | None = None  # the stop token id or string that ended it, or why it was aborted
     logprobs: list[TokenLogprobs] | None = None  # one dict a generated token
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
+    text_offsets: list[int] | None = None  # with logprobs: where in `text` each generated token's text begins
     arrival_time: float = 0.0
     scheduled_time: float | None = None  # when the engine first gave it a row
     num_cached_tokens: int = 0  # of its prompt, found in the prefix cache then
@@ -381,6 +382,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     completion: Completion | None = None  # with the last delta: the whole result
+    text_offsets: list[int] | None = None  # with logprobs: where each token's text begins in the whole text
 
     if not TYPE_CHECKING:  # a checker would take it to have every attribute
 

@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -26,7 +25,7 @@ from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import check_tokenizer, load_model, read_config, resolve, resolve_device
 from minillm.quantization import Recipe
-from minillm.request import Completion, Delta, Prompt, Request, RequestOptions, SamplingParams
+from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.executor import Executor, LocalExecutor
 from minillm.runner.launched import Launched, Results
 from minillm.runner.plan import Plan
@@ -43,27 +42,7 @@ from . import precision
 from .given import check_tokenizer_given, of_kind, say_sampling_defaults, token_ids
 from .output_text import OutputText
 from .recent import Recent
-
-Listener = Callable[[Delta], None]
-
-
-@dataclass(eq=False)
-class Tracked:
-    """What the engine keeps for a request, in addition to the scheduler's state."""
-
-    request: Request
-    completion: Completion
-    listener: Listener | None = None
-    output: OutputText | None = None  # set if text is needed token by token
-    wants_text: bool = True  # False: the caller decodes the ids itself
-    row: int = -1  # where it was last admitted
-
-    @property
-    def watched(self) -> bool:
-        """Whether each of its tokens must be looked at as it comes."""
-        known = self.listener is not None or self.output is not None or self.completion.logprobs is not None
-        return self.request.generates and (known or self.request.matcher is not None)
-
+from .tracked import Listener, Tracked
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
@@ -229,8 +208,11 @@ class Engine:
         completion.logprobs = None if params.logprobs is None else []
         completion.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(ids)
         tracked = Tracked(request, completion, listener, wants_text=wants_text)
-        if self.tokenizer is not None and (params.stop or (listener is not None and wants_text)):
-            tracked.output = OutputText(self.tokenizer, params.stop, params.min_tokens)
+        locates = wants_text and params.logprobs is not None
+        if self.tokenizer is not None and (params.stop or locates or (listener is not None and wants_text)):
+            known = completion.prompt_token_ids
+            output = OutputText(self.tokenizer, params.stop, params.min_tokens, prompt=known, locates=locates)
+            tracked.output, completion.text_offsets = output, output.offsets
         return tracked
 
     def check_params(self, params: SamplingParams) -> None:
@@ -419,8 +401,7 @@ class Engine:
         if request.finish_reason is not None:
             self._finish(tracked, tokens, logprobs)
         elif tracked.listener is not None:
-            text = "" if tracked.output is None else tracked.output.new()
-            tracked.listener(Delta(text, tokens, logprobs))
+            tracked.listener(tracked.gained(tokens, logprobs))
 
     def _finish(self, tracked: Tracked, token_ids: Sequence[int] = (), logprobs: list | None = None) -> None:
         """Complete a request's result and deliver it, once."""
@@ -432,7 +413,7 @@ class Engine:
         completion.token_ids = request.output.tolist()
         output = tracked.output
         if output is None and self.tokenizer is not None and tracked.wants_text:
-            output = OutputText(self.tokenizer)
+            output = OutputText(self.tokenizer, prompt=completion.prompt_token_ids)
             by_string = isinstance(request.stop_reason, str)  # found elsewhere: the last token is text like the others
             output.add(completion.token_ids, None if by_string else request.finish_reason)
         if output is not None:
@@ -442,9 +423,7 @@ class Engine:
         self._watch(tracked, -1)  # drops the reference to its listener
         self._finished.append(completion)
         if tracked.listener is not None:
-            text = "" if output is None else output.new()
-            reason, stop_reason = completion.finish_reason, completion.stop_reason
-            tracked.listener(Delta(text, list(token_ids), logprobs, reason, stop_reason, completion))
+            tracked.listener(tracked.gained(list(token_ids), logprobs))
 
     # ---- inputs
 

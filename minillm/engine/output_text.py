@@ -1,5 +1,6 @@
 """A request's text while it is being generated, and the stop strings that end it.  Lesson 01."""
 
+import os.path
 from collections.abc import Sequence
 
 from minillm.tokenizer import StreamingDetokenizer, Tokenizer
@@ -8,16 +9,33 @@ from minillm.tokenizer import StreamingDetokenizer, Tokenizer
 class OutputText:
     """Turns a request's tokens into text, each character once, up to the first stop string.
 
-    A stop string ends the text as soon as it is complete; if one token completes several, the one that begins first
-    counts. One that the first min_tokens tokens complete is text like any other. Text that may be the beginning of a
-    stop string is held back.
+    The text is the one that prompt and output have together, without the prompt's: see `StreamingDetokenizer`. A stop
+    string ends the text as soon as it is complete; if one token completes several, the one that begins first counts.
+    One that the first min_tokens tokens complete is text like any other. Text that may be the beginning of a stop
+    string is held back.
+
+    prompt      the ids that the output follows
+    echoed      whether the prompt's text is given with the output's, which then has any character that both share
+    locates     whether to keep `offsets`: where each token's text begins in the text. A token that completes no
+                character begins where the next character does
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        prompt: Sequence[int] = (),
+        echoed: bool = False,
+        locates: bool = False,
+    ):
         self.text = ""  # all so far, what is held back included
         self.stop_string: str | None = None  # that ended it
-        self._detokenizer = StreamingDetokenizer(tokenizer)
+        self.offsets: list[int] | None = [] if locates else None
+        self._detokenizer = StreamingDetokenizer(tokenizer, after=prompt, keeps_rest=echoed)
         self._stop, self._min_tokens = stop, min_tokens
+        self._pending = ""  # complete characters that a broken byte could still change
         self._tokens = 0
         self._given = 0  # characters that `new` gave
         self._ended = False
@@ -27,10 +45,13 @@ class OutputText:
 
         reason: why the last of them is the last, "stop" where it is a stop token, which is no part of the text.
         """
-        if not self._stop:
+        one_by_one = bool(self._stop) or self.offsets is not None
+        if not one_by_one:
             self.text += self._detokenizer.add(ids[:-1] if reason == "stop" else ids)
-        for count, token in enumerate(ids if self._stop else (), 1):
+        for count, token in enumerate(ids if one_by_one else (), 1):
             last = reason is not None and count == len(ids)
+            if self.offsets is not None:
+                self.offsets.append(len(self.text) + len(self._pending))
             text = "" if last and reason == "stop" else self._detokenizer.add([token])
             if self._completes_stop(text + self._detokenizer.flush() if last else text):
                 return count
@@ -52,13 +73,19 @@ class OutputText:
     def _completes_stop(self, new: str) -> bool:
         """Take one token's text, and say whether a stop string ends the output."""
         self._tokens += 1
-        before = len(self.text)
-        self.text += new
-        found = _first_stop(self.text, before, self._stop) if self._tokens > self._min_tokens else None
+        seen, before, pending = len(self.text), self._pending, self._detokenizer.pending
+        self.text, self._pending = self.text + new, pending
+        if not self._stop:
+            return False
+        # All that is complete, as if no more tokens came: if one of them breaks the run of bytes, it changes.
+        after = new + pending
+        seen += len(before if after.startswith(before) else os.path.commonprefix((before, after)))
+        text = self.text + pending
+        found = _first_stop(text, seen, self._stop) if self._tokens > self._min_tokens else None
         if found is None:
             return False
         place, self.stop_string = found
-        self.text, self._ended = self.text[:place], True
+        self.text, self._ended = text[:place], True
         return True
 
     @property

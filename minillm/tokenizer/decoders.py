@@ -6,7 +6,9 @@ and streams of tokens are decoded by the same code, so their texts are equal.
 """
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence, Sized
+from operator import methodcaller
 
 import regex
 
@@ -18,14 +20,21 @@ _BYTE_TOKEN = regex.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Stage:
-    """One decoder. `push` and `finish` return the pieces that are final; with `fuses`, these form a single piece."""
+    """One decoder. `push` and `finish` return the pieces that are final; with `fuses`, these form a single piece.
+
+    `settle` gives up the complete characters that are held back only because a broken byte could follow.
+    """
 
     fuses = False
+    held: Sized = ""  # what is held back
 
     def push(self, piece: str) -> list[str]:
         return [piece]
 
     def finish(self) -> list[str]:
+        return []
+
+    def settle(self) -> list[str]:
         return []
 
 
@@ -44,19 +53,40 @@ class Decoder:
 
     def push(self, tokens: Iterable[str]) -> str:
         """The text that is final after these tokens, possibly empty."""
-        return self._run(tokens, last=False)
+        return self._run(tokens)
 
     def finish(self) -> str:
         """The text that was held back."""
-        return self._run([], last=True)
+        return self._run([], methodcaller("finish"))
 
-    def _run(self, tokens: Iterable[str], last: bool) -> str:
+    def settle(self) -> str:
+        """The characters that are complete, but held back because a broken byte could follow: do not wait for it."""
+        return self._run([], methodcaller("settle"))
+
+    def peek(self, end: str = "settle") -> str:
+        """What `settle` (or "finish") would return, while still holding it back."""
+        if not any(stage.held for stage in self._stages):
+            return ""
+        twin = copy.copy(self)
+        twin._stages = [copy.copy(stage) for stage in self._stages]
+        return twin._run([], methodcaller(end))
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether a token's text may depend on any earlier token, however far back."""
+        return any(isinstance(stage, _Whole) for stage in self._stages)
+
+    def _run(self, tokens: Iterable[str], end: Callable[[Stage], list[str]] = lambda stage: []) -> str:
         pieces = tokens
         for stage in self._stages:
-            pieces = [out for piece in pieces for out in stage.push(piece)]
-            if last:
-                pieces += stage.finish()
+            pieces = [out for piece in pieces for out in stage.push(piece)] + end(stage)
         return "".join(pieces)
+
+
+def byte_of(token: str) -> bytes | None:
+    """The byte that a token like "<0xE2>" stands for, None for other tokens."""
+    found = _BYTE_TOKEN.fullmatch(token) if len(token) == 6 else None
+    return bytes.fromhex(found[1]) if found else None
 
 
 def tokens_bytes(spec: Spec | None, tokens: Sequence[str]) -> list[bytes]:
@@ -64,8 +94,8 @@ def tokens_bytes(spec: Spec | None, tokens: Sequence[str]) -> list[bytes]:
     kinds = {step["type"] for step in _flatten(spec)} if spec else set()
     found: dict[str, bytes] = {}
     for token in tokens:
-        if "ByteFallback" in kinds and (byte := _BYTE_TOKEN.fullmatch(token)):
-            found[token] = bytes.fromhex(byte[1])
+        if "ByteFallback" in kinds and (byte := byte_of(token)) is not None:
+            found[token] = byte
         elif "ByteLevel" in kinds and all(character in _BYTES for character in token):
             found[token] = bytes(map(_BYTES.__getitem__, token))
     # All others in one text, with a mark around each: a decoder may change the start and the end of a text.
@@ -117,14 +147,16 @@ class _Whole(Stage):
     fuses = True
 
     def __init__(self, stage: Stage) -> None:
-        self.stage, self.text = stage, ""
+        self.stage = stage
+        self.held: str = ""
 
     def push(self, piece: str) -> list[str]:
-        self.text += piece
+        self.held += piece
         return []
 
     def finish(self) -> list[str]:
-        return [*self.stage.push(self.text), *self.stage.finish()]
+        stage = copy.copy(self.stage)
+        return [*stage.push(self.held), *stage.finish()]
 
 
 class _ByteFallback(Stage):
@@ -132,37 +164,56 @@ class _ByteFallback(Stage):
     the `tokenizers` library; so a run is final only when it ends."""
 
     def __init__(self, spec: Spec) -> None:
-        self.run = bytearray()
+        self.held: bytearray = bytearray()  # the run
+        self.broken = False  # whether `settle` returned a part of this run that has an invalid byte
 
     def push(self, piece: str) -> list[str]:
-        byte = _BYTE_TOKEN.fullmatch(piece) if len(piece) == 6 else None
+        byte = byte_of(piece)
         if byte:
-            self.run += bytes.fromhex(byte[1])
+            self.held += byte
             return []
-        if not self.run:
+        if not self.held and not self.broken:
             return [piece]
         return [*self.finish(), piece]
 
     def finish(self) -> list[str]:
-        run, self.run = self.run, bytearray()
+        run, broken = self.held, self.broken
+        self.held, self.broken = bytearray(), False
         try:
-            return [run.decode()] if run else []
+            if not broken:
+                return [run.decode()] if run else []
         except UnicodeDecodeError:
-            return ["\ufffd"] * len(run)
+            pass
+        return ["\ufffd"] * len(run)
+
+    def settle(self) -> list[str]:
+        try:
+            if not self.broken:
+                text, complete = codecs.utf_8_decode(self.held)  # what follows is the start of a character
+                self.held = self.held[complete:]
+                return [text] if text else []
+        except UnicodeDecodeError:
+            pass
+        replaced = self.finish()
+        self.broken = True
+        return replaced
 
 
 class _ByteLevel(Stage):
     fuses = True
 
     def __init__(self, spec: Spec) -> None:
-        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held: bytes = b""  # the start of a character
 
     def push(self, piece: str) -> list[str]:
         known = all(character in _BYTES for character in piece)
-        return [self.utf8.decode(bytes(map(_BYTES.__getitem__, piece)) if known else piece.encode())]
+        data = self.held + (bytes(map(_BYTES.__getitem__, piece)) if known else piece.encode())
+        text, complete = codecs.utf_8_decode(data, "replace")
+        self.held = data[complete:]
+        return [text]
 
     def finish(self) -> list[str]:
-        return [self.utf8.decode(b"", final=True)]
+        return [self.held.decode(errors="replace")]
 
 
 class _Metaspace(Stage):
@@ -196,7 +247,7 @@ class _StripEnds(Stage):
 
     def __init__(self, strip: _Strip) -> None:
         self.content, self.start, self.stop = strip.content, strip.start, strip.stop
-        self.held = ""
+        self.held: str = ""
 
     def push(self, piece: str) -> list[str]:
         while self.start and piece.startswith(self.content):

@@ -104,6 +104,13 @@ FAULTS = (
         "tests/engine/test_output_text.py tests/engine/test_engine.py -k 'output_text or stop_token_ends'",
     ),
     Fault(
+        "a stop string of bytes is noticed only when their run ends",
+        TEXT,
+        "text = self.text + pending",
+        "text = self.text",
+        "tests/engine/test_output_text.py -k last_byte",
+    ),
+    Fault(
         "a stop string counts one token before min_tokens are there",
         TEXT,
         "self._tokens > self._min_tokens",
