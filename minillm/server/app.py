@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from minillm import __version__, from_vllm
 from minillm.errors import InvalidRequest
 from minillm.request import Completion, Delta, SamplingParams
-from minillm.tokenizer import TokenizerError
+from minillm.tokenizer import Tokenizer, TokenizerError
 from minillm.values import QUOTED, shown
 
 from . import kserve
@@ -41,7 +41,8 @@ from .protocol import (
     TokenizeRequest,
     as_api_error,
 )
-from .responses import Answer, ChatForm, CompletionForm, TokenTexts, dumps, usage
+from .responses import Answer, ChatForm, CompletionForm, Echo, dumps, usage
+from .token_texts import TokenText, TokenTexts, complete_text
 
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 
@@ -206,8 +207,10 @@ class _Server:
         prompts = await self.prompts(texts, n, least=0 if body.scores_only else 1)
         form = CompletionForm(self.texts, body.logprobs, bool(body.return_token_ids), n)
         if body.echo:
-            form.echoes = [await self.echo(text, _long(texts)) for text in texts]
             form.scores_only = body.scores_only
+            form.echoes = [await self.echo(text, _long(texts), not form.scores_only) for text in texts]
+            for prompt, echo in zip(prompts, form.echoes, strict=True):
+                prompt.echoed = not echo.written
         return await self.respond(prompts, params, form, body)
 
     async def chat(self, body: ChatRequest) -> Response:
@@ -239,7 +242,7 @@ class _Server:
         found = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
             await self._look_up(ids)
-            found["token_strs"] = [self.texts(each) for each in ids]
+            found["token_strs"] = [self.texts.of(each).piece for each in ids]
         return JSONResponse(found)
 
     async def text_of(self, body: DetokenizeRequest) -> Response:
@@ -247,7 +250,7 @@ class _Server:
         if not self.engine.encodes:
             raise APIError("this model has no tokenizer")
         self._check_ids(body.tokens, "tokens")
-        return JSONResponse({"prompt": await self.echo(body.tokens, len(body.tokens) >= LONG_TEXT)})
+        return JSONResponse({"prompt": (await self.echo(body.tokens, len(body.tokens) >= LONG_TEXT)).text})
 
     # ---- prompts
 
@@ -313,12 +316,16 @@ class _Server:
         except Exception as error:  # a template may raise any exception
             raise APIError(f"the chat template rejects these messages: {error}", param="messages") from error
 
-    async def echo(self, prompt: str | list[int], in_thread: bool) -> str:
-        if isinstance(prompt, str) or not self.engine.encodes:
-            return prompt if isinstance(prompt, str) else ""
+    async def echo(self, prompt: str | list[int], in_thread: bool, goes_on: bool = False) -> Echo:
+        """A prompt's text; if the text `goes_on`, without an incomplete character at its end."""
+        if isinstance(prompt, str):
+            return Echo(prompt, True)
+        if not self.engine.encodes:
+            return Echo("", False)
         if self.engine.tokenizer is None:
-            return await self.engine.ask("decode", ids=prompt)
-        return await _run(in_thread, self.engine.tokenizer.decode, prompt)
+            return Echo(await self.engine.ask("decode", ids=prompt), False)
+        decode = complete_text if goes_on else Tokenizer.decode
+        return Echo(await _run(in_thread, decode, self.engine.tokenizer, prompt), False)
 
     # ---- responses
 
@@ -338,8 +345,8 @@ class _Server:
             first = await anext(source)
             return EventStream(self.chunks(answer, form, count, first, source, usages), source)
         done = await self.collect(source, count)
-        for each in done:
-            await self.read_tokens(each, each)
+        for i, each in enumerate(done):
+            await self.read_tokens(form, i, each, each)
         choices = [form.whole(i, each) for i, each in enumerate(done)]
         generated = form.generated(sum(len(each.token_ids) for each in done))
         return JSONResponse(answer.whole(choices, done[:: form.n], generated) | form.whole_answer(done))
@@ -391,7 +398,7 @@ class _Server:
                 for opening in form.openings(count):
                     yield chunk(opening)
             generated += len(delta.token_ids)
-            await self.read_tokens(delta, choice.completion)
+            await self.read_tokens(form, choice.index, delta, choice.completion)
             piece = form.piece(choice.index, delta, choice.completion)
             shows = piece.get("text") or piece.get("delta") or piece["logprobs"] or form.ids
             if shows or delta.finish_reason:
@@ -400,18 +407,24 @@ class _Server:
         if usages.include_usage:
             yield dumps(answer.chunk([], usage=so_far()))
 
-    async def read_tokens(self, gained: Delta | Completion, done: Completion) -> None:
-        """Ask the engine's process for the text of tokens in the log-probabilities, if only it has the tokenizer."""
+    async def read_tokens(
+        self, form: CompletionForm | ChatForm, index: int, gained: Delta | Completion, done: Completion
+    ) -> None:
+        """Ask the engine's process what log-probabilities show of tokens, if only it has the tokenizer."""
         if self.engine.tokenizer is not None or not self.engine.encodes or gained.logprobs is None:
             return
         entries = itertools.chain(gained.logprobs, done.prompt_logprobs or ())
-        await self._look_up(itertools.chain(done.prompt_token_ids[:1], *(each for each in entries if each is not None)))
+        await self._look_up(itertools.chain(done.prompt_token_ids, *(each for each in entries if each is not None)))
+        place, ids = index // form.n, done.prompt_token_ids
+        if isinstance(form, CompletionForm) and form.echoes is not None and place not in form.located:
+            text, written = form.echoes[place]
+            form.located[place] = await self.engine.ask("offsets", ids=ids, prompt=text, written=written)
 
     async def _look_up(self, ids: Iterable[int]) -> None:
         """Ask the engine's process for the text of tokens, if only it has the tokenizer."""
         if unknown := self.texts.unknown(ids):
             found = await self.engine.ask("tokens", ids=unknown)
-            self.texts.seen |= {token: tuple(entry) for token, entry in zip(unknown, found, strict=True)}
+            self.texts.seen |= {token: TokenText(*entry) for token, entry in zip(unknown, found, strict=True)}
 
 
 def _long(texts: Sequence[str | list[int]]) -> bool:

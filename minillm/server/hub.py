@@ -23,7 +23,7 @@ from .engine_room.state import EngineRoom
 from .gate import digest
 from .line import Line
 from .metrics import Metrics
-from .responses import TokenTexts
+from .token_texts import TokenTexts
 from .waiting import Pace, retry_after
 
 log = logging.getLogger(__name__)

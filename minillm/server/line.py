@@ -102,7 +102,7 @@ class Line:
     def _event(self, job: Job, delta: Delta) -> dict:
         event: dict[str, Any] = {"key": job.key, "ids": delta.token_ids}
         if self.hub.reads_text:
-            event["text"] = delta.text
+            event |= {"text": delta.text, "offsets": delta.text_offsets}
         if delta.logprobs is not None:
             event["logprobs"] = delta.logprobs
         if not job.told:
@@ -354,8 +354,11 @@ class Line:
         return tokenizer
 
     def _ask_tokens(self, ids: list[int]) -> list:
-        """The text and bytes of each token."""
-        return [self.hub.texts.entry_of(token) for token in ids]
+        """What is shown of each token."""
+        return [self.hub.texts.of(token) for token in ids]
+
+    def _ask_offsets(self, ids: list[int], prompt: str, written: bool) -> list[int]:
+        return self.hub.texts.prompt_offsets(ids, prompt, written)
 
 
 def _refusal(error: Exception) -> dict:

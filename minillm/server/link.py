@@ -26,16 +26,16 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from minillm.engine.output_text import OutputText
 from minillm.errors import InvalidRequest, MinillmError, MissingPackage
-from minillm.request import Completion, Delta, Logprob, RequestOptions, SamplingParams, TokenLogprobs
+from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
 from .access import CURRENT, Access
+from .choice import Choice, Prompt
 from .config import ServerConfig
 from .framing import NUMBER, Unpacker, pack
 from .lengths import TooLong
@@ -88,68 +88,6 @@ REFUSALS: dict[str, Callable[..., Exception]] = {
     "not_numbers": NotNumbers,
     "failed": EngineError,
 }
-
-
-@dataclass
-class Prompt:
-    """A prompt on its way to the engine. Its text is sent too, as the engine's process may tokenize differently."""
-
-    ids: list[int] | None  # None: only the engine's process can tokenize
-    text: str | None = None
-    special: bool = True  # whether the tokenizer adds its special tokens
-
-    @property
-    def form(self) -> dict:
-        return {"length": None if self.ids is None else len(self.ids), "text": self.text, "special": self.special}
-
-
-class Choice:
-    """One running choice of a response, as a worker assembles it."""
-
-    def __init__(self, index: int, prompt: Prompt, tokenizer: Tokenizer | None, params: SamplingParams):
-        self.index = index
-        self.output = OutputText(tokenizer, params.stop, params.min_tokens) if tokenizer is not None else None
-        self.completion = Completion("", prompt.ids or [])
-        self.failure: Exception | None = None  # why the engine ended this choice alone
-        if params.logprobs is not None:
-            self.completion.logprobs = []
-
-    def take(
-        self,
-        ids: list[int],
-        text: str = "",
-        reason: str | None = None,
-        stop: int | str | None = None,
-        logprobs: list | None = None,
-        prompt_logprobs: list | None = None,
-        cached: int = 0,
-    ) -> Delta:
-        """Apply an event from the engine. A stop string ends the choice; the tokens after it are dropped."""
-        done = self.completion
-        if self.output is not None:
-            ids = ids[: self.output.add(ids, reason)]
-            if self.output.stop_string is not None:
-                reason, stop = "stop", self.output.stop_string
-            text = self.output.new()
-        done.text += text
-        done.token_ids += ids
-        done.num_cached_tokens += cached
-        if logprobs is not None:
-            logprobs = [_with_ids(entry) for entry in logprobs[: len(ids)]]
-            if done.logprobs is not None:
-                done.logprobs += logprobs
-        if prompt_logprobs is not None:
-            done.prompt_logprobs = [_with_ids(entry) for entry in prompt_logprobs]
-        delta = Delta(text, ids, logprobs, reason, stop)
-        if reason is not None:
-            done.finish_reason, done.stop_reason = reason, stop
-            delta.completion = done
-        return delta
-
-
-def _with_ids(entry: dict[str, float] | None) -> TokenLogprobs | None:
-    """Log-probabilities from JSON, with the string keys converted to token ids."""
-    return None if entry is None else {int(token): Logprob(logprob) for token, logprob in entry.items()}
 
 
 def _changed(given: SamplingParams | RequestOptions) -> dict:
@@ -421,7 +359,7 @@ class RemoteEngine:
         for length in lengths:
             for each in range(key, key + choices):
                 if each in self._choices:
-                    self._choices[each][0].completion.prompt_token_ids = numbers[:length].tolist()
+                    self._choices[each][0].follow(numbers[:length].tolist())
             numbers, key = numbers[length:], key + choices
 
     def _on_refused(self, _: array, *, key: int, choices: int, kind: str, message: str, **more: int) -> None:

@@ -1,19 +1,17 @@
 """Responses in OpenAI's format: completions, chat completions, their chunks and log-probabilities.  Lesson 99."""
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from json.encoder import encode_basestring as quoted
+from typing import NamedTuple
 
 from minillm.request import Completion, Delta, TokenLogprobs
-from minillm.tokenizer import Tokenizer, TokenizerError
 
-LOWEST = -9999.0  # JSON has no -inf
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+from .token_texts import LOWEST, TokenTexts
 
 
 def dumps(content: dict) -> str:
@@ -69,74 +67,49 @@ class Answer:
         }
 
 
-class TokenTexts:
-    """The string and bytes of each token id, as reported with log-probabilities; cached in `seen`."""
-
-    def __init__(self, tokenizer: Tokenizer | None):
-        self.tokenizer = tokenizer
-        self.seen: dict[int, tuple[str, list[int] | None]] = {}
-
-    def __call__(self, token: int) -> str:
-        return self.entry_of(token)[0]
-
-    def entry(self, token: int, logprob: float) -> dict:
-        """An entry of a chat's log-probabilities. `bytes` is None if a token's bytes are unknown."""
-        text, data = self.entry_of(token)
-        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
-
-    def unknown(self, tokens: Iterable[int]) -> list[int]:
-        """The tokens that are not cached and cannot be looked up, because there is no tokenizer."""
-        return [token for token in set(tokens) if token not in self.seen] if self.tokenizer is None else []
-
-    def entry_of(self, token: int) -> tuple[str, list[int] | None]:
-        if token not in self.seen:
-            self.seen[token] = self._read(token)
-        return self.seen[token]
-
-    def _read(self, token: int) -> tuple[str, list[int] | None]:
-        if self.tokenizer is None:
-            return f"token_id:{token}", None
-        try:
-            name = self.tokenizer.token(token)
-        except TokenizerError:  # a padded vocabulary has ids without a token
-            return f"token_id:{token}", None
-        if byte := _BYTE.fullmatch(name):
-            return f"bytes:\\x{byte[1].lower()}", [int(byte[1], 16)]
-        text = self.tokenizer.decode([token], skip_special_tokens=False)
-        return text, None if "\ufffd" in text else list(text.encode())
-
-
 def completion_logprobs(
-    texts: TokenTexts, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], top: int, offset: int = 0
+    texts: TokenTexts,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    top: int,
+    offsets: Sequence[int] | None = None,
+    begun: bool = False,
 ) -> dict:
-    """The completions format: parallel lists with one item per token. `offset`: characters before the first token."""
+    """The completions format: parallel lists with one item per token.
+
+    offsets: where each token begins in the text, None if these are all of its tokens. begun: whether other tokens of
+    the text come before these.
+    """
     form: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token, entry in zip(tokens, logprobs, strict=True):
-        text = texts(token)
-        form["tokens"].append(text)
-        form["text_offset"].append(offset)
+    form["text_offset"] += texts.offsets(tokens) if offsets is None else offsets
+    for token, entry, first in zip(tokens, logprobs, texts.firsts(tokens, begun), strict=True):
+        form["tokens"].append(texts(token, first))
         form["token_logprobs"].append(None if entry is None else max(entry[token], LOWEST))
-        form["top_logprobs"].append(None if entry is None else _likeliest_texts(texts, entry, token, top))
-        offset += len(text)
+        form["top_logprobs"].append(None if entry is None else _by_string(texts, entry, token, top, first))
     return form
 
 
-def _likeliest_texts(texts: TokenTexts, entry: TokenLogprobs, token: int, top: int) -> dict[str, float]:
+def _by_string(texts: TokenTexts, entry: TokenLogprobs, token: int, top: int, first: bool) -> dict[str, float]:
+    """The likeliest tokens' log-probabilities, and the chosen one's. Of tokens with the same string, one has it as its
+    name, the chosen one if it is among them; the others are named by their ids, so that none is lost."""
     ranked = _likeliest(entry, top)
-    if token not in ranked:
-        ranked[token] = entry[token]
-    named: dict[str, float] = {}
-    for each, logprob in ranked.items():
-        named.setdefault(texts(each), max(logprob, LOWEST))  # if two ids have the same text, keep the likelier
-    return named
+    ranked.setdefault(token, entry[token])
+    names: dict[str, int] = {texts(token, first): token}
+    for each in ranked:
+        if names.setdefault(texts(each, first), each) != each:
+            names[f"token_id:{each}"] = each
+    named = {each: name for name, each in names.items()}
+    return {named[each]: max(logprob, LOWEST) for each, logprob in ranked.items()}
 
 
-def chat_logprobs(texts: TokenTexts, tokens: list[int], logprobs: list[TokenLogprobs], top: int) -> dict:
-    """The chat format: a list of tokens, each with the likeliest tokens at its position."""
+def chat_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int, begun: bool = False
+) -> dict:
+    """The chat format: a list of tokens, each with the likeliest tokens at its position. begun: as above."""
     content = []
-    for token, entry in zip(tokens, logprobs, strict=True):
-        rivals = [texts.entry(each, logprob) for each, logprob in _likeliest(entry, top).items()]
-        content.append(texts.entry(token, entry[token]) | {"top_logprobs": rivals})
+    for token, entry, first in zip(tokens, logprobs, texts.firsts(tokens, begun), strict=True):
+        rivals = [texts.entry(each, logprob, first) for each, logprob in _likeliest(entry, top).items()]
+        content.append(texts.entry(token, entry[token], first) | {"top_logprobs": rivals})
     return {"content": content, "refusal": None}
 
 
@@ -149,12 +122,19 @@ def _ids(gained: Delta) -> str:
     return f',"token_ids":[{",".join(map(str, gained.token_ids))}]'
 
 
+class Echo(NamedTuple):
+    """A prompt's text."""
+
+    text: str
+    written: bool  # by the client, who may instead have sent token ids
+
+
 @dataclass
 class CompletionForm:
     """Formats the choices of /v1/completions, whole or in pieces. A whole choice is a single piece.
 
     top: how many of the likeliest tokens to report, None for no log-probabilities; ids: whether to report token ids;
-    n: choices of each prompt; echoes: the prompts' texts, sent before the output, None for no echo; scores_only: omit
+    n: choices of each prompt; echoes: of the prompts, sent before the output, None for none; scores_only: omit
     everything generated.
     """
 
@@ -162,9 +142,10 @@ class CompletionForm:
     top: int | None
     ids: bool
     n: int
-    echoes: list[str] | None = None
+    echoes: list[Echo] | None = None
     scores_only: bool = False
-    offsets: dict[int, int] = field(default_factory=dict)  # per choice that has started: characters sent so far
+    begun: dict[int, bool] = field(default_factory=dict)  # per choice that has started: whether its text has
+    located: dict[int, list[int]] = field(default_factory=dict)  # per prompt: where its tokens begin in its echo
     kind = "text_completion"
 
     def openings(self, count: int) -> list[dict]:
@@ -175,7 +156,8 @@ class CompletionForm:
         return {}
 
     def whole(self, index: int, done: Completion) -> dict:
-        gained = Delta(done.text, done.token_ids, done.logprobs, done.finish_reason, done.stop_reason)
+        reason, offsets = done.finish_reason, done.text_offsets
+        gained = Delta(done.text, done.token_ids, done.logprobs, reason, done.stop_reason, text_offsets=offsets)
         choice = self.piece(index, gained, done)
         return choice | ({"prompt_token_ids": done.prompt_token_ids} if self.ids else {})
 
@@ -191,15 +173,28 @@ class CompletionForm:
             choice["stop_reason"] = gained.stop_reason
         if self.ids:
             choice["token_ids"] = tokens
-        if self.echoes is not None and index not in self.offsets:
-            choice["text"] = self.echoes[index // self.n] + text
+        echo, begun = None if self.echoes is None else self.echoes[index // self.n], self.begun.get(index)
+        at = 0 if echo is None else len(echo.text)
+        offsets = [at + offset for offset in gained.text_offsets or [0] * len(tokens)][: len(tokens)]
+        if begun is None and echo is not None:  # the first piece
+            choice["text"] = echo.text + text
             tokens, logprobs = done.prompt_token_ids + tokens, [*(done.prompt_logprobs or ()), *logprobs]
-        offset = self.offsets.setdefault(index, 0)
+            offsets = self.offsets_in_echo(index // self.n, done.prompt_token_ids) + offsets
+        elif begun is None:
+            begun = self.top is not None and self.texts.have_text(done.prompt_token_ids)
         if self.top is not None:
-            form = completion_logprobs(self.texts, tokens, logprobs, self.top, offset)
-            self.offsets[index] += sum(map(len, form["tokens"]))
-            choice["logprobs"] = form
+            choice["logprobs"] = completion_logprobs(self.texts, tokens, logprobs, self.top, offsets, bool(begun))
+            begun = begun or self.texts.have_text(tokens)
+        self.begun[index] = bool(begun)
         return choice
+
+    def offsets_in_echo(self, place: int, ids: list[int]) -> list[int]:
+        """Where each token of a prompt begins in its echo, if log-probabilities show it."""
+        if self.top is None or self.echoes is None:
+            return []
+        if place not in self.located:
+            self.located[place] = self.texts.prompt_offsets(ids, *self.echoes[place])
+        return self.located[place]
 
     @property
     def is_plain(self) -> bool:
@@ -224,6 +219,7 @@ class ChatForm:
     top: int | None
     ids: bool
     n: int
+    begun: dict[int, bool] = field(default_factory=dict)
     kind = "chat.completion"
 
     def whole_answer(self, done: Sequence[Completion]) -> dict:
@@ -235,17 +231,19 @@ class ChatForm:
 
     def whole(self, index: int, done: Completion) -> dict:
         message = {"role": "assistant", "content": done.text, "refusal": None}
-        return self._choice(index, "message", message, done)
+        return self._choice(index, "message", message, done, done)
 
     def piece(self, index: int, gained: Delta, done: Completion) -> dict:
-        return self._choice(index, "delta", {"content": gained.text} if gained.text else {}, gained)
+        return self._choice(index, "delta", {"content": gained.text} if gained.text else {}, gained, done)
 
-    def _choice(self, index: int, name: str, content: dict, gained: Delta | Completion) -> dict:
+    def _choice(self, index: int, name: str, content: dict, gained: Delta | Completion, done: Completion) -> dict:
         choice = {"index": index, name: content, "logprobs": None, "finish_reason": gained.finish_reason}
         if gained.finish_reason:
             choice["stop_reason"] = gained.stop_reason
         if self.top is not None:
-            choice["logprobs"] = chat_logprobs(self.texts, gained.token_ids, gained.logprobs or [], self.top)
+            begun = self.begun.get(index) or self.texts.have_text(done.prompt_token_ids)
+            choice["logprobs"] = chat_logprobs(self.texts, gained.token_ids, gained.logprobs or [], self.top, begun)
+            self.begun[index] = begun or self.texts.have_text(gained.token_ids)
         if self.ids:
             choice["token_ids"] = gained.token_ids
         return choice

@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+import tokenizers
 
 from minillm import Tokenizer
 from minillm.server import running
@@ -29,11 +30,12 @@ def test_ids_of_a_text_and_the_text_of_ids(http, server):
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
-def test_the_strings_of_tokens_are_those_of_log_probabilities(http, server):
+def test_the_strings_of_tokens_are_the_vocabularys_pieces(http, server, model_directory):
     body = {"prompt": TEXT, "return_token_strs": True, "model": server.model}
     strings = http.post("/tokenize", json=body).json()["token_strs"]
-    scored = http.post("/v1/completions", json={"prompt": TEXT, "echo": True, "max_tokens": 0, "logprobs": 1}).json()
-    assert strings == scored["choices"][0]["logprobs"]["tokens"]
+    library = tokenizers.Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+    assert strings == library.encode(TEXT).tokens
+    assert {"▁at", "<0xC3>"} <= set(strings) or {"▁at", "ö"} <= set(strings)
 
 
 def test_ids_of_a_conversation_are_those_that_a_chat_has(http):
@@ -88,5 +90,5 @@ def test_a_tokenizer_that_only_the_engine_has_is_asked(model_directory):
     ):
         found = client.post("/tokenize", json={"prompt": "the river", "return_token_strs": True}).json()
         assert found["tokens"] == tokenizer.encode("the river")
-        assert len(found["token_strs"]) == found["count"] and "".join(found["token_strs"]).endswith("RIVER")
+        assert found["token_strs"] == [tokenizer.token(each) for each in found["tokens"]]
         assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "THE RIVER"}

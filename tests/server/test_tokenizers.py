@@ -103,6 +103,10 @@ def test_stop_strings_echo_and_logprobs_use_the_user_supplied_tokenizer(ask, llm
     assert choice["text"] == "THE RIVER" + whole
     names = choice["logprobs"]["tokens"]
     assert names[0] == "<BOS>" and not [name for name in names if name.startswith("token_id:")]
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets[0] == offsets[1] == 0 and offsets[len(ids)] == len("THE RIVER")
+    for name, offset in zip(names[1:], offsets[1:], strict=True):
+        assert name.startswith("bytes:") or choice["text"].startswith(name, offset)
     choice, _ = ask(prompt="The river", echo=True)
     assert choice["text"] == "The river" + whole
 

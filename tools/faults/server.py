@@ -234,7 +234,7 @@ FAULTS = (
     ),
     Fault(
         "a worker counts the tokens after a stop string",
-        LINK,
+        "minillm/server/choice.py",
         "ids = ids[: self.output.add(ids, reason)]",
         "self.output.add(ids, reason)",
         "tests/server/test_stop_strings.py -k tokens_in_one_delta",
@@ -275,11 +275,25 @@ FAULTS = (
         "tests/server/test_completions.py -k usage",
     ),
     Fault(
-        "offsets of tokens in the text stay 0",
+        "offsets of an echo's output begin at 0",
         RESPONSES,
-        "        offset += len(text)\n",
-        "",
-        "tests/server/test_completions.py -k logprobs",
+        "at = 0 if echo is None else len(echo.text)",
+        "at = 0",
+        "tests/server/test_token_texts.py -k offsets_index",
+    ),
+    Fault(
+        "special tokens that a client wrote have no width in its echo",
+        "minillm/server/token_texts.py",
+        "                    more += start + len(shown.piece) - offsets[i]\n",
+        "                    pass\n",
+        "tests/server/test_token_texts.py -k scripts_find",
+    ),
+    Fault(
+        "of tokens with the same string one is reported",
+        RESPONSES,
+        'names[f"token_id:{each}"] = each',
+        "pass",
+        "tests/server/test_token_texts.py -k names_of_their_own",
     ),
     Fault(
         "the unlikeliest tokens are reported",
@@ -402,7 +416,7 @@ FAULTS = (
     ),
     Fault(
         "cached tokens are not in a request's usage",
-        "minillm/server/link.py",
+        "minillm/server/choice.py",
         "done.num_cached_tokens += cached",
         "pass",
         "tests/server/test_completions.py -k cached",
