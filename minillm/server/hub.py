@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -24,7 +24,7 @@ from .gate import digest
 from .line import Line
 from .metrics import Metrics
 from .token_texts import TokenTexts
-from .waiting import Pace, retry_after
+from .waiting import Admission, Pace, Seen
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,10 @@ class Hub:
 
     def __init__(self, engine: AsyncLLM, name: str, config: ServerConfig = ServerConfig()):
         self.engine = engine
-        self.config, self.rows, self.pace = config, engine.config.max_num_seqs, Pace()
-        self.capacity = self.rows + config.max_queued
+        self.config, rows = config, engine.config.max_num_seqs
+        self.capacity = rows + config.max_queued
+        self.pace = Pace(rows, self._seen)
+        self._admission = Admission(rows, self.capacity, config.max_wait, self.pace)
         self.metrics = Metrics(name)
         self.room = EngineRoom(engine, self.metrics, self.soon)
         self.texts = TokenTexts(engine.tokenizer)
@@ -93,18 +95,7 @@ class Hub:
 
     def busy(self, choices: int) -> dict[str, Any] | None:
         """Why so many more choices are refused for now, and after how many seconds to try again; None: they are not."""
-        running = self.running
-        if running + choices > self.capacity:
-            seconds = self.pace.seconds(running + choices - self.capacity)
-            why = f"{running} of at most {self.capacity} choices are running or waiting"
-        else:
-            wait, most = self.pace.seconds(running + 1 - self.rows), self.config.max_wait
-            if not most or wait is None or wait <= most:
-                return None
-            seconds = wait - most
-            why = f"a request would wait about {wait:.0f} s, and the limit is {most:g} s"
-        after = retry_after(seconds)
-        return {"message": f"the server is busy: {why}; try again in {after} s", "retry_after": after}
+        return self._admission.refusal(self.running, choices)
 
     def too_many(self, client: str | None, choices: int) -> dict[str, Any] | None:
         """Why so many more choices of a client are refused for now; None: they are not."""
@@ -125,9 +116,11 @@ class Hub:
             self.waiting = deque(each for each in self.waiting if each[1].waits(each[2]))
         self.waiting.append((time.monotonic() + most, line, keys))
 
-    def ended(self) -> None:
-        """A choice that had a row has ended; it is not counted as running any more."""
-        self.pace.ended(self.running - self.rows + 1)
+    def _seen(self) -> Iterator[Seen]:
+        """What runs and waits, for the estimate of the wait."""
+        for line in list(self.lines):
+            for job in list(line.jobs.values()):  # a copy: the engine's thread removes those that have ended
+                yield job.seen
 
     def close(self) -> None:
         """Stop the thread and disconnect every worker; choices that still run are aborted."""

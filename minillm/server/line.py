@@ -1,5 +1,6 @@
 """One worker's socket, in the engine's process: its requests go to the engine, and their tokens back.  Lesson 99."""
 
+import math
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ from minillm.tokenizer import Tokenizer, TokenizerError
 
 from .framing import NUMBER, Unpacker, pack
 from .lengths import TooLong, one_of, room
-from .waiting import retry_after
+from .waiting import Seen, retry_after
 
 if TYPE_CHECKING:
     from .hub import Hub
@@ -34,9 +35,18 @@ class Job:
 
     key: int
     client: str | None = None  # known only if the number of its choices is limited
+    stops: bool = False  # whether a stop string may end it
     prepared: Prepared = field(init=False)
     told: bool = False  # whether the worker knows what there is to know of the prompt
     last: float = 0.0  # when it last got tokens; 0: never
+
+    @property
+    def seen(self) -> Seen:
+        """What is known of how long it takes."""
+        request, done = self.prepared.tracked.request, self.prepared.tracked.completion
+        certain = not (self.stops or request.stop_ids or request.matcher)
+        times = (math.nan if at is None else at for at in (done.scheduled_time, done.first_token_time))
+        return Seen(request.limit - len(request.prompt), certain, len(done.token_ids), *times)
 
 
 class Line:
@@ -122,7 +132,7 @@ class Line:
             self._forget(job.key)
             self.hub.metrics.observe(delta.completion)
             if delta.completion.scheduled_time is not None:  # or else no row is free that was not before
-                self.hub.ended()
+                self.hub.pace.ended(job.seen, delta.finish_reason == "stop")
         return event
 
     # ---- reading, on the hub's thread
@@ -204,6 +214,7 @@ class Line:
         params: dict,
         options: dict,
         n: int,
+        stops: bool,
         client: str | None = None,
     ) -> None:
         choices = len(prompts) * n
@@ -221,7 +232,7 @@ class Line:
                     lengths = [len(each) for each in ids]
                     message = {"op": "prompts", "key": key, "lengths": lengths, "choices": n}
                     self.send(message, np.concatenate(ids).tolist())
-                self._start(key, ids, shared.choices(n), RequestOptions(**options), client)
+                self._start(key, ids, shared.choices(n), RequestOptions(**options), client, stops)
             except Exception as error:
                 self.send({"op": "refused", "key": key, "choices": choices} | _refusal(error))
 
@@ -286,6 +297,7 @@ class Line:
         params: list[SamplingParams],
         options: RequestOptions,
         client: str | None,
+        stops: bool,
     ) -> None:
         """Check all choices, then queue them all. If one is invalid, raises InvalidRequest and queues none.
 
@@ -294,7 +306,7 @@ class Line:
         jobs: list[Job] = []
         for place, ids in enumerate(prompts):
             for each in params:
-                job = Job(key + len(jobs), client)
+                job = Job(key + len(jobs), client, stops)
                 with naming("prompt", place, len(prompts)):
                     job.prepared = self.engine.prepare(
                         ids, each, self, job, options=options, wants_text=self.hub.reads_text, checked=True

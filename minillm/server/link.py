@@ -4,7 +4,7 @@ A message is a JSON object and an array of integers (mostly token ids). Unlike a
 sends all of its tokens for a worker in one message.
 
 From a worker:
-    submit      key of the first choice; prompts; params; options; n choices of each; numbers: all prompts' ids, joined
+    submit      key of the first choice; prompts; params; options; n; stops: has stop strings; numbers: all prompts' ids
     abort       keys of the choices to abort
     stopped     key, string: the choice has reached this stop string and needs no more tokens
     ask         id, what, arguments: a question; the reply has the same id
@@ -171,7 +171,7 @@ class RemoteEngine:
         if self.tokenizer is not None:  # stop strings are found here, where tokens become text
             changed.pop("stop", None)
         message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
-        message |= {"params": changed, "options": _changed(options), "n": n}
+        message |= {"params": changed, "options": _changed(options), "n": n, "stops": bool(params.stop)}
         access = CURRENT.get() or Access()
         if self.config.max_per_client is not None:
             message["client"] = access.client

@@ -1,44 +1,206 @@
-"""How long a new request would wait, from the pace at which requests have finished lately.  Lesson 99.
+"""How long a new request would wait: the queue is played through, with answers as long as others were.  Lesson 99.
 
-The pace is measured only while requests wait: then rows never stand idle, and a request begins whenever another ends.
-Without a queue, few may end because few have come, which says nothing about how many could.
+A row is free when its answer ends. How long an answer becomes is not known, unless only its limit can end it. But some
+have ended lately, and those that run are at least as long as they are now. From both, the estimator of Kaplan and Meier
+(1958) gives the chance that an answer becomes longer than so many tokens. Each answer gets a length by these chances;
+if it runs, a length beyond what it has. Then each waiting request takes the row that is free first.
+
+The pace of the latest ends would not do. Answers of equal length end in the same step, in which that pace is infinite,
+and none ends until they are through again.
 """
 
+import heapq
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-RECENT = 256  # the pace is that of so many ends
-FEWEST = 8  # ends before there is a pace
+import numpy as np
+
+FEWEST = 8  # ends before lengths can be estimated
+RECENT = 128  # lengths are estimated from so many of the latest ends, or as many as there are rows if that is more
+REFRESH = 0.5  # seconds until the queue is played through again: a few ms with 1,024 choices that run and 1,024 more
 LONGEST = 60  # seconds that a client is asked to wait at most before it tries again
 
 
+class Seen(NamedTuple):
+    """What is known of a choice that runs or waits. Times are seconds on the clock of `Pace`."""
+
+    limit: int  # most tokens of its answer
+    certain: bool = False  # whether only the limit can end it
+    tokens: int = 0  # so far
+    begun: float = math.nan  # when it got a row; NaN: it waits
+    first: float = math.nan  # when it got its first token
+
+
+class _End(NamedTuple):
+    """A choice that has ended."""
+
+    tokens: int
+    stopped: bool  # whether it ended by itself: if not, its answer might have become longer
+    at: float  # when
+    prefill: float  # seconds until the first token
+    decode: float  # seconds from then on
+
+
 class Pace:
-    """Ends of choices while others wait. clock: seconds, of which only differences count."""
+    """Predicts when rows become free.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._ends: deque[float] = deque(maxlen=RECENT)
+    look: what runs and waits, in the order in which rows are given. clock: seconds, of which only differences count.
+    """
 
-    def ended(self, waiting: int) -> None:
-        """A choice has ended, with so many waiting."""
-        if waiting > 0:
-            self._ends.append(self._clock())
-        else:
-            self._ends.clear()
+    def __init__(self, rows: int, look: Callable[[], Iterable[Seen]], clock: Callable[[], float] = time.perf_counter):
+        self._rows, self._look, self._clock = rows, look, clock
+        self._ends = deque[_End](maxlen=max(RECENT, rows))
+        self._since = -math.inf  # when the last one ended that is no longer among them
+        self._at = -math.inf  # when the queue was last played through; what follows is as of then
+        self._ended = 0  # choices that have ended since
+        self._starts: list[float] = []  # seconds until each further start, in order
+        self._enough = 0  # starts until it is played through again
+        self._free: list[float] | None = None  # when each row is free after these starts, a heap; None: not known
+        self._takes: Iterator[float] = itertools.repeat(0.0)  # seconds for which those to come hold their rows
+
+    def ended(self, seen: Seen, stopped: bool) -> None:
+        """A choice that had a row has ended. stopped: by itself, neither at its limit nor because it was aborted."""
+        now = self._clock()
+        self._ended += 1
+        if math.isnan(seen.first):
+            return
+        if len(self._ends) == self._ends.maxlen:
+            self._since = self._ends[0].at
+        # The length of one that could only end at its limit says nothing about others': it was watched for no token.
+        at = -math.inf if seen.certain else now
+        self._ends.append(_End(seen.tokens, stopped, at, seen.first - seen.begun, now - seen.first))
 
     def seconds(self, count: int) -> float | None:
-        """Until so many choices have ended; 0 for none, None if the pace is not known.
-
-        Time without any end counts: if nothing ends any more, the wait grows.
-        """
+        """Until so many choices have ended; 0 for none, None if nothing is known yet."""
         if count <= 0:
             return 0.0
-        ends = list(self._ends)
-        if len(ends) < FEWEST:
+        now, wanted = self._clock(), count + self._ended
+        if now - self._at >= REFRESH or wanted > self._enough:
+            self._at, self._ended, wanted = now, 0, count
+            self._play(now)
+            self._enough = max(count, len(self._starts)) * 9 // 8 + 1
+        if self._free is None:
             return None
-        return count * (self._clock() - ends[0]) / (len(ends) - 1)
+        while len(self._starts) < wanted:  # some have come since
+            self._starts.append(heapq.heapreplace(self._free, self._free[0] + next(self._takes)))
+        return max(self._starts[wanted - 1] - (now - self._at), 0.0)
+
+    def _play(self, now: float) -> None:
+        """Let all that runs or waits go on to its end, as it may be."""
+        limit, certain, tokens, begun, first = _columns(self._look())
+        ends = _columns(self._ends)
+        runs, decodes = ~np.isnan(begun), ~np.isnan(first)
+        self._starts, self._free = [], None
+        steps = np.maximum(ends[0] - 1, 0).sum() + (tokens[decodes] - 1).sum()
+        if not steps:
+            return
+        per_token = (ends[4].sum() + (now - first[decodes]).sum()) / steps
+        prefill = np.concatenate((ends[3], (first - begun)[decodes])).mean()
+        lengths = self._lengths(ends, tokens[runs & (certain == 0)], now, per_token)
+
+        def seconds(tokens: np.ndarray) -> np.ndarray:
+            found = tokens if lengths is None else lengths.beyond(tokens)
+            return per_token * (np.where(certain, limit, np.minimum(found, limit)) - tokens)
+
+        left = (seconds(tokens) + np.where(decodes, 0, prefill))[runs].tolist()
+        whole = seconds(np.zeros_like(tokens)) + prefill
+        waiting, at_once = whole[~runs].tolist(), max(self._rows - len(left), 0)
+        free = left + waiting[:at_once] + [0.0] * (at_once - len(waiting))
+        heapq.heapify(free)
+        self._starts = [heapq.heapreplace(free, free[0] + takes) for takes in waiting[at_once:]]
+        self._free, self._takes = free, itertools.cycle(_mixed(whole).tolist() or [float(prefill)])
+
+    def _lengths(self, ends: np.ndarray, running: np.ndarray, now: float, per_token: float) -> "_Lengths | None":
+        """How long answers become that may end by themselves; None if too few have ended.
+
+        running: the tokens of those that run.
+        """
+        told = ends[2] > -math.inf
+        if told.sum() < FEWEST:
+            return None
+        tokens = np.concatenate((ends[0][told], running))
+        stopped = np.concatenate((ends[1][told] > 0, np.zeros(len(running), bool)))
+        at = np.concatenate((ends[2][told], np.full(len(running), now)))
+        return _Lengths(np.maximum(tokens - (at - self._since) / max(per_token, 1e-9), 0), tokens, stopped)
+
+
+class _Lengths:
+    """The chance that an answer becomes longer than so many tokens, from those that were watched.
+
+    first, last: an answer's tokens when it was first and last watched. A token counts as one that might have been the
+    end only if it was watched: or else the long answers among those that run, whose shorter peers have ended before,
+    would count too much. stopped: whether the answer then ended by itself.
+    """
+
+    def __init__(self, first: np.ndarray, last: np.ndarray, stopped: np.ndarray):
+        watched = last > first
+        first, last, stopped = np.sort(first[watched]), last[watched], stopped[watched]
+        order = np.lexsort((~stopped, last))
+        last, stopped = last[order], stopped[order]
+        at_risk = np.searchsorted(first, last) - np.arange(len(last))
+        self._ends = last[stopped]
+        self._chances = np.cumsum(np.log(np.maximum(1 - 1 / at_risk[stopped], 1e-9)))  # logarithms
+        self._rate = len(self._ends) / (last - first).sum() if len(self._ends) else 0.0  # ends for each token
+
+    def beyond(self, tokens: np.ndarray) -> np.ndarray:
+        """A length beyond each answer's tokens; inf if none has ended by itself.  [n] -> [n]
+
+        As many come from each part of the distribution as its chances say. Behind the longest that has ended, every
+        further token is as likely to be the end as a token was on average.
+        """
+        if not self._rate:
+            return np.full(len(tokens), np.inf)
+        chances = np.append(0.0, self._chances)[np.searchsorted(self._ends, tokens, side="right")]
+        chances = chances + np.log(_mixed((np.arange(len(tokens)) + 0.5) / max(len(tokens), 1)))
+        place = np.searchsorted(-self._chances, -chances)
+        longer = np.maximum(self._ends[-1], tokens) + (self._chances[-1] - chances) / self._rate
+        return np.where(place < len(self._ends), np.append(self._ends, 0.0)[place], longer)
+
+
+def _columns(rows: Iterable[Seen | _End]) -> np.ndarray:
+    """The columns of a table.  -> [5, rows]"""
+    return np.fromiter(itertools.chain.from_iterable(rows), float).reshape(-1, 5).T
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """The values in an order that has nothing to do with them, and is always the same for as many."""
+    return np.random.default_rng(0).permutation(values)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who is refused because the server is busy.
+
+    rows: most choices in a step. capacity: most choices that run or wait. max_wait: seconds; None or 0: no limit.
+    """
+
+    rows: int
+    capacity: int
+    max_wait: float | None
+    pace: Pace
+
+    def refusal(self, running: int, choices: int) -> dict[str, Any] | None:
+        """Why so many more choices are refused for now, and after how many seconds to try again; None: they are not.
+
+        running: choices that were accepted and are not finished.
+        """
+        if running + choices > self.capacity:
+            seconds = self.pace.seconds(running + choices - self.capacity)
+            why = f"{running} of at most {self.capacity} choices are running or waiting"
+        else:
+            most = self.max_wait
+            wait = self.pace.seconds(running + 1 - self.rows) if most else None
+            if not most or wait is None or wait <= most:
+                return None
+            seconds = wait - most
+            why = f"a request would wait about {wait:.0f} s, and the limit is {most:g} s"
+        after = retry_after(seconds)
+        return {"message": f"the server is busy: {why}; try again in {after} s", "retry_after": after}
 
 
 def retry_after(seconds: float | None) -> int:

@@ -3,7 +3,7 @@
 from . import Fault
 
 LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minillm/server/responses.py"
-LINE = "minillm/server/line.py"
+LINE, WAITING = "minillm/server/line.py", "minillm/server/waiting.py"
 
 FAULTS = (
     Fault(
@@ -107,15 +107,36 @@ FAULTS = (
         "tests/server/test_supervisor.py -k ends_its_process",
     ),
     Fault(
-        "ends without a queue count toward the pace",
-        "minillm/server/waiting.py",
-        "if waiting > 0:",
-        "if True:",
-        "tests/server/test_waiting.py -k without_a_queue",
+        "answers that run say nothing about how long answers become",
+        WAITING,
+        "self._lengths(ends, tokens[runs & (certain == 0)], now, per_token)",
+        "self._lengths(ends, tokens[:0], now, per_token)",
+        "tests/server/test_waiting.py -k 'known_once_answers and 256'",
+    ),
+    Fault(
+        "answers whose shorter peers were not watched make all look long",
+        WAITING,
+        "np.maximum(tokens - (at - self._since) / max(per_token, 1e-9), 0)",
+        "np.zeros_like(tokens)",
+        "tests/server/test_waiting.py -k 'known_once_answers and exponential'",
+    ),
+    Fault(
+        "an answer at its limit counts as one that ended by itself",
+        LINE,
+        'delta.finish_reason == "stop")',
+        "True)",
+        "tests/server/test_waiting.py -k how_it_ended",
+    ),
+    Fault(
+        "what a worker stops at a string is taken to reach its limit",
+        LINK,
+        '"stops": bool(params.stop)',
+        '"stops": False',
+        "tests/server/test_waiting.py -k 'how_it_ended or stand_still'",
     ),
     Fault(
         "the limit on the wait holds for those that run at once too",
-        HUB,
+        WAITING,
         "self.pace.seconds(running + 1 - self.rows)",
         "self.pace.seconds(running + 1)",
         "tests/server/test_waiting.py -k too_long",
