@@ -23,6 +23,7 @@ class Access:
     status: int | None = None
     first_token: float | None = None  # seconds
     error: str | None = None  # its code
+    failed: int | None = None  # the status of an error that came after another one was sent
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: dict[str, int] = field(default_factory=dict)

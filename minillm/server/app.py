@@ -47,8 +47,11 @@ from .token_texts import TokenText, TokenTexts, complete_text
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 
 
-def create_app(engine: RemoteEngine, address: str) -> FastAPI:
-    """Return the application that serves `engine`, which must be connected. address: where the server listens."""
+def create_app(engine: RemoteEngine, address: str, metrics_text: Callable[[], Awaitable[bytes]]) -> FastAPI:
+    """Return the application that serves `engine`, which must be connected. address: where the server listens.
+
+    metrics_text: returns all metrics, in Prometheus' text format.
+    """
     app = FastAPI(
         title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
     )
@@ -91,7 +94,7 @@ def create_app(engine: RemoteEngine, address: str) -> FastAPI:
     @app.get("/v1/metrics")
     async def metrics() -> Response:
         """Metrics of the whole server, not only of the worker that answers."""
-        return Response(await engine.ask("metrics"), media_type="text/plain; version=0.0.4")
+        return Response(await metrics_text(), media_type="text/plain; version=0.0.4")
 
     add_page(app)
 
@@ -179,26 +182,19 @@ class _Server:
     async def answer(
         self, request: Request, form: type[Form], endpoint: Callable[[Form], Awaitable[Response]]
     ) -> Response:
-        """Read the body, run the endpoint, count the response, and cancel the work if the client disconnects."""
-        status = 500
+        """Read the body, run the endpoint, and cancel the work if the client disconnects."""
         try:
             async with self.engine.until_given_up():
                 body = await self.bodies.read(request, form)
                 self.check_model(body.model)
-                response = await unless_disconnected(request.receive, endpoint(body))
-            status = response.status_code
-            return response
+                return await unless_disconnected(request.receive, endpoint(body))
         except ClientGone:
-            status = 499
-            return Response(status_code=status)
+            return Response(status_code=499)
         except Exception as error:
             response = refusal(as_api_error(error), request.url.path)
-            status = response.status_code
             # The frames are in a reference cycle, which would keep the request alive until the garbage collector runs.
             traceback.clear_frames(error.__traceback__)
             return response
-        finally:
-            self.engine.answered(status)
 
     # ---- the endpoints
 

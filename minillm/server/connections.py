@@ -20,6 +20,7 @@ from .api_error import APIError
 from .config import ServerConfig
 from .event_stream import DIRECT
 from .http1 import Parser
+from .scrape import REFUSED
 from .shares import Shares
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,12 @@ _ENDED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # errors of accept() on a 
 class Connection(H11Protocol):
     """HTTP/1.1 over one connection, with deadlines."""
 
-    def __init__(self, deadlines: ServerConfig, on_lost: Callable[[], None], **options: Any):
+    def __init__(
+        self, deadlines: ServerConfig, on_lost: Callable[[], None], count: Callable[[int], object], **options: Any
+    ):
         super().__init__(**options)
         self.conn = self._parser = Parser()
-        self._deadlines, self._on_lost = deadlines, on_lost
+        self._deadlines, self._on_lost, self._count = deadlines, on_lost, count
         self._awaited: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None  # set while more is to be sent than the system takes
@@ -147,7 +150,10 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _refuse(self, error: APIError) -> None:
-        """Send an error response to an incomplete request."""
+        """Send an error response to an incomplete request, and count it."""
+        self._count(error.status)
+        if self.cycle is not None:
+            self.cycle.scope[REFUSED] = True  # type: ignore[literal-required]  # as an extension, but of one request
         body = json.dumps(error.body).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         answer = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])

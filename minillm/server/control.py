@@ -9,19 +9,23 @@ A message is a line of JSON, which may carry a socket: that is how a worker is g
 From the owner of a worker:
     engine      a socket: the connection to the engine; seconds: from its end until another one is ready, by estimate
     gone        there is no engine; seconds: until there is, by estimate
+    counted     families: all that the server has counted; id: that of the question
     stop        accept no new requests, finish those that run; grace: seconds until the rest is aborted
 From a worker:
     ready       it accepts requests
     beat        its event loop runs
     failed      why: the error that ends it
     lost        its connection to the engine is closed
+    answered    status: that of a response, to be counted
+    count       id: asks for all that the server has counted
 From the owner of the engine's process:
     worker      a socket: the connection to a worker
     stop        abort what runs and exit
 From the engine's process:
-    ready       model: its name for clients; it is loaded
+    ready       model: its name for clients; counted: metric families; it is loaded
     failed      why: the error that ends it
-    beat        working: seconds that it has been busy with the same step; 0 if it waits for requests
+    beat        working: seconds that it has been busy with the same step; 0 if it waits for requests; counted: metric
+                families
 """
 
 import base64

@@ -68,7 +68,7 @@ def run(
     hub = Hub(llm, name or llm.name, config)
     connect.append(hub.connect)
     with garbage.frozen():
-        owner.send({"op": "ready", "model": name or llm.name})
+        owner.send({"op": "ready", "model": name or llm.name, "counted": hub.counted()})
         _watch(owner, llm, hub, stop)
     hub.close()
     llm.close()
@@ -77,7 +77,7 @@ def run(
 def _watch(owner: Control, llm: "AsyncLLM", hub: "Hub", stop: threading.Event) -> None:
     """Report to the owner until it says stop. Exits if the engine has failed."""
     while not stop.wait(BEAT):
-        owner.send({"op": "beat", "working": llm.working})
+        owner.send({"op": "beat", "working": llm.working, "counted": hub.counted()})
         why = None
         if not (llm.alive and hub.alive):
             why = "the engine's thread has ended" if hub.alive else "the thread that serves the workers has ended"

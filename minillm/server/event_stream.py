@@ -75,7 +75,7 @@ class EventStream(Response):
             except Exception as error:  # the status line has been sent: report the error as an event
                 found = as_api_error(error)
                 if (access := CURRENT.get()) is not None:
-                    access.error = found.code
+                    access.error, access.failed = found.code, found.status
                 await emit(f"data: {json.dumps(self.error_form(found))}\n\n".encode())
             await through_asgi(self.end, more=False)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from minillm.errors import MinillmError
 
 from .control import Child
+from .ledger import Ledger
 from .limits import FLUSH
 from .shares import Shares
 
@@ -50,6 +51,7 @@ class Workers:
     def __init__(self, listener: socket.socket, count: int, grace: float, hang_timeout: float):
         self.listener, self.count, self.grace, self.hang_timeout = listener, count, grace, hang_timeout
         self.running: list[Worker] = []
+        self.ledger = Ledger()
         self._connect: Callable[[socket.socket], object] | None = None
         self._reload = 0.0  # seconds from an engine's end until the next one is ready, by estimate
         self._shares = Shares.create(count) if count > 1 and sys.platform != "win32" else None
@@ -166,6 +168,11 @@ class Workers:
                     worker.why = message["why"]
                 case "lost":
                     self._link(worker)
+                case "answered":
+                    self.ledger.answered(message["status"])
+                case "count":
+                    counted = {"op": "counted", "id": message["id"], "families": self.ledger.families()}
+                    worker.child.control.send(counted)
 
     def _gone(self, worker: Worker) -> None:
         """A worker has closed its control socket."""
@@ -178,6 +185,7 @@ class Workers:
             status = worker.child.reap()
             if worker.ready:
                 log.warning("an HTTP worker exited (%s); replacing it", status)
+                self.ledger.restarted("worker")
                 self._replace(0)
                 return
             why = worker.why or f"{status}; see its output on stderr"

@@ -21,8 +21,9 @@ from minillm.engine.async_llm import AsyncLLM
 from .config import ServerConfig
 from .engine_room.state import EngineRoom
 from .gate import digest
+from .ledger import Families
 from .line import Line
-from .metrics import Metrics
+from .metrics import Metrics, cache_facts
 from .token_texts import TokenTexts
 from .waiting import Admission, Pace, Seen
 
@@ -43,7 +44,7 @@ class Hub:
         self.capacity = rows + config.max_queued
         self.pace = Pace(rows, self._seen)
         self._admission = Admission(rows, self.capacity, config.max_wait, self.pace)
-        self.metrics = Metrics(name)
+        self.metrics = Metrics(name, engine.max_model_len, cache_facts(engine))
         self.room = EngineRoom(engine, self.metrics, self.soon)
         self.texts = TokenTexts(engine.tokenizer)
         directory = engine.tokenizer_directory
@@ -121,6 +122,10 @@ class Hub:
         for line in list(self.lines):
             for job in list(line.jobs.values()):  # a copy: the engine's thread removes those that have ended
                 yield job.seen
+
+    def counted(self) -> Families:
+        """What the engine and this hub have counted so far; any thread asks."""
+        return self.metrics.counted(self.engine.stats())
 
     def close(self) -> None:
         """Stop the thread and disconnect every worker; choices that still run are aborted."""

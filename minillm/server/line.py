@@ -130,9 +130,10 @@ class Line:
                 message = f"json_schema cannot be followed to the end of this answer: {delta.stop_reason}"
                 event |= {"error": message, "kind": "invalid"}
             self._forget(job.key)
-            self.hub.metrics.observe(delta.completion)
+            seen = job.seen
+            self.hub.metrics.observe(delta.completion, seen.limit)
             if delta.completion.scheduled_time is not None:  # or else no row is free that was not before
-                self.hub.pace.ended(job.seen, delta.finish_reason == "stop")
+                self.hub.pace.ended(seen, delta.finish_reason == "stop")
         return event
 
     # ---- reading, on the hub's thread
@@ -154,9 +155,6 @@ class Line:
         self._abort(list(self.jobs))
         with self._lock:
             self.sock.close()
-
-    def _on_answered(self, _: array, *, status: int) -> None:
-        self.hub.metrics.requests.labels(str(status)).inc()
 
     def _on_abort(self, _: array, *, keys: list[int]) -> None:
         for key in keys:
@@ -312,6 +310,8 @@ class Line:
                         ids, each, self, job, options=options, wants_text=self.hub.reads_text, checked=True
                     )
                 jobs.append(job)
+        for _ in prompts:
+            self.hub.metrics.choices.observe(len(params))
         self.jobs |= {job.key: job for job in jobs}
         if client is not None:
             with self._lock:
@@ -344,8 +344,8 @@ class Line:
     def _ask_alive(self) -> bool:
         return self.engine.alive and self.engine.working <= self.hub.config.hang_timeout
 
-    def _ask_metrics(self) -> str:
-        return self.hub.metrics.render(self.engine.stats()).decode()
+    def _ask_gauges(self) -> dict[str, Any]:
+        return {"alive": self._ask_alive(), "families": self.hub.metrics.gauges(self.engine.stats())}
 
     def _ask_state(self) -> Future[str]:
         return self.hub.room.state()

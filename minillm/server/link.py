@@ -8,7 +8,6 @@ From a worker:
     abort       keys of the choices to abort
     stopped     key, string: the choice has reached this stop string and needs no more tokens
     ask         id, what, arguments: a question; the reply has the same id
-    answered    status of an HTTP response, for the metrics
 From the engine:
     hello       what the worker needs to know about the engine
     prompts     key, lengths, choices; numbers: the ids of prompts that the engine's process encoded
@@ -261,11 +260,6 @@ class RemoteEngine:
             return await reply
         finally:
             self._replies.pop(number, None)
-
-    def answered(self, status: int) -> None:
-        """Report the status of an HTTP response, for the metrics."""
-        if self.alive:
-            self._send({"op": "answered", "status": status})
 
     # ---- the socket
 

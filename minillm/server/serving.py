@@ -143,6 +143,7 @@ def _serving(engine: "AsyncLLM", name: str, url: str, fleet: Workers, config: Se
 
     hub = Hub(engine, name, config)
     try:
+        fleet.ledger.engine = hub.counted
         fleet.start(hub.connect)
         yield RunningServer(url, engine, name, fleet, hub)
     finally:

@@ -92,6 +92,8 @@ class Supervisor:
     def _told(self, child: Child, message: dict) -> None:
         with self._changed:
             self._heard = time.monotonic()
+            if "counted" in message:
+                self.workers.ledger.report(message["counted"])
             match message["op"]:
                 case "ready":
                     again = bool(self.model)
@@ -113,10 +115,12 @@ class Supervisor:
             was_ready, self._ready = self._ready, False
             if self._stopping:
                 return
+            self.workers.ledger.engine_ended()
             self.workers.engine_lost(self._loading)
             status = child.reap()
             self.engine = None
             if was_ready:
+                self.workers.ledger.restarted("engine")
                 self._crashes = self._crashes + 1 if time.monotonic() - self._ready_at < STEADY else 1
                 log.warning("the engine's process has ended (%s); starting another one", status)
                 self._restart(status)

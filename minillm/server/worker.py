@@ -41,6 +41,9 @@ async def work(
         if message["op"] == "gone":
             engine.expect(message["seconds"])
             return
+        if message["op"] == "counted":
+            scrape.received(message["id"], message["families"])
+            return
         task = loop.create_task(engine.connect(message["socket"], message["seconds"]))
         connecting.add(task)
         task.add_done_callback(connecting.discard)
@@ -63,6 +66,9 @@ async def work(
 
     from .app import create_app
     from .connections import Acceptor, Connection, most_connections
+    from .scrape import Counted, Scrape
+
+    scrape = Scrape(engine, owner)
 
     class Server(uvicorn.Server):
         """Accepts connections itself, and answers requests that outlast the grace period with an error."""
@@ -74,7 +80,7 @@ async def work(
 
             def connect() -> Connection:
                 uvicorns = {"config": self.config, "server_state": self.server_state, "app_state": {}}
-                return Connection(engine.config, acceptor.freed, **uvicorns)
+                return Connection(engine.config, acceptor.freed, scrape.answered, **uvicorns)
 
             acceptor = Acceptor(listener, connect, most_connections() if most is None else most, shares)
             self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
@@ -106,7 +112,7 @@ async def work(
                 connection.transport.abort()
 
     config = uvicorn.Config(
-        create_app(engine, listener.getsockname()[0]),
+        Counted(create_app(engine, listener.getsockname()[0], scrape.render), scrape.answered),
         http=Connection,
         ws="none",
         log_level=engine.config.log_level,

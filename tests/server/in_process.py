@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from minillm.server.config import ServerConfig
 from minillm.server.control import Control
 from minillm.server.hub import Hub
+from minillm.server.ledger import Ledger
 from minillm.server.worker import work
 
 JSON = {"content-type": "application/json"}
@@ -22,8 +23,19 @@ async def worker_here(engine, *, most: int | None = None, **options):
     port = listener.getsockname()[1]
     hub = Hub(engine, "here", ServerConfig(log_level="warning", **options))
     hub.connect(ours)
-    control, ready = Control(owner), Future[None]()
-    control.listen(lambda message: message["op"] == "ready" and ready.set_result(None), lambda: None)
+    control, ready, ledger = Control(owner), Future[None](), Ledger()
+    ledger.engine = hub.counted
+
+    def hear(message: dict) -> None:
+        match message["op"]:
+            case "ready":
+                ready.set_result(None)
+            case "answered":
+                ledger.answered(message["status"])
+            case "count":
+                control.send({"op": "counted", "id": message["id"], "families": ledger.families()})
+
+    control.listen(hear, lambda: None)
     task = asyncio.create_task(work(listener, Control(owned), most))
     with theirs:
         control.send({"op": "engine", "seconds": 0.0}, theirs)

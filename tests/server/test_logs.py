@@ -46,6 +46,7 @@ def test_a_served_request_is_a_line_of_json_without_its_text(model_directory):
             ask("whole", n=2)
             ask("streamed", stream=True)
             ask("many", n=4)
+            ask("two", prompt=[[5, 6, 7], [8, 9]], n=1)
             ask("wrong", max_tokens=0)
             ask("nowhere", "/nothing")
             client.get("/health")
@@ -67,6 +68,7 @@ def test_a_served_request_is_a_line_of_json_without_its_text(model_directory):
     assert (whole["output_tokens"], whole["finish_reasons"]) == (10, {"length": 2})
     assert (streamed["output_tokens"], streamed["finish_reasons"]) == (5, {"length": 1})
     assert 0 < whole["prompt_tokens"] == streamed["prompt_tokens"] < 30
+    assert (requests["two"]["prompt_tokens"], requests["two"]["output_tokens"]) == (3 + 2, 5 + 5)
     assert all(0 < line["first_token_seconds"] <= line["seconds"] for line in (whole, streamed))
     assert [(requests[name]["status"], requests[name].get("error")) for name in ("many", "wrong", "nowhere")] == [
         (429, "server_busy"),

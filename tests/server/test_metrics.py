@@ -1,5 +1,6 @@
 """What the server counts of an answer."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -8,14 +9,18 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="the server needs prometheus-client, which is not installed here")
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from minillm.request import Completion
-from minillm.server.metrics import Metrics, Tally
+from minillm.server.ledger import Ledger
+from minillm.server.metrics import EVENTS, Metrics, Tally
+from minillm.server.scrape import text_of
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
 def values_of(metrics, stats):
-    lines = metrics.render(stats).decode().splitlines()
+    lines = text_of(metrics.counted(stats) + metrics.gauges(stats)).decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
@@ -27,8 +32,8 @@ def completion(arrival, scheduled, first, finish, reason="stop"):
 
 def test_a_completions_times_count_from_its_arrival_and_its_tokens_apart():
     metrics = Metrics("m")
-    metrics.observe(completion(10.0, 10.2, 10.5, 12.0))
-    metrics.observe(completion(0.0, None, None, 1.0, "abort"))  # it never started
+    metrics.observe(completion(10.0, 10.2, 10.5, 12.0), 40)
+    metrics.observe(completion(0.0, None, None, 1.0, "abort"), 16)  # it never started
     values = values_of(metrics, {"running": 7})
     wanted = {
         "minillm_prompt_tokens_total": 6,
@@ -46,6 +51,13 @@ def test_a_completions_times_count_from_its_arrival_and_its_tokens_apart():
         'vllm:request_queue_time_seconds_sum{model_name="m"}': 0.2,
         'vllm:request_prefill_time_seconds_sum{model_name="m"}': 0.3,
         'vllm:request_decode_time_seconds_sum{model_name="m"}': 1.5,
+        'vllm:request_inference_time_seconds_count{model_name="m"}': 1,
+        'vllm:request_inference_time_seconds_sum{model_name="m"}': 1.8,
+        'vllm:request_prompt_tokens_sum{model_name="m"}': 6,
+        'vllm:request_generation_tokens_sum{model_name="m"}': 4,
+        'vllm:request_generation_tokens_bucket{le="1.0",model_name="m"}': 0,
+        'vllm:request_generation_tokens_bucket{le="2.0",model_name="m"}': 2,
+        'vllm:request_params_max_tokens_sum{model_name="m"}': 56,
     }
     assert {name: round(values[name], 6) for name in wanted} == wanted
 
@@ -61,6 +73,67 @@ def test_the_engines_numbers_have_vllms_names_too():
         "prefix_cache_queries_total": 100, "prefix_cache_hits_total": 64,
     }  # fmt: skip
     assert {name: values[f'vllm:{name}{{model_name="m"}}'] for name in wanted} == wanted
+
+
+def test_what_only_rises_is_a_counter_and_the_rest_a_gauge(engine):
+    stats = engine.stats()
+    metrics = Metrics("m", 300, {"block_size": 16})
+    text = text_of(metrics.counted(stats) + metrics.gauges(stats)).decode()
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    kinds = {name: found[f"minillm_engine_{name}"].type for name in stats}
+    assert kinds == {name: "counter" if name in EVENTS else "gauge" for name in stats}
+    assert {"steps", "preemptions"} < set(EVENTS) < set(stats)
+    (info,) = found["vllm:cache_config_info"].samples
+    assert info.value == 1 and info.labels == {
+        "model_name": "m",
+        "block_size": "16",
+        "num_gpu_blocks": str(stats["blocks"]),
+    }
+    assert "_created" not in text
+    counted = {family[0] for family in metrics.counted(stats)}
+    rising = {family.name for family in found.values() if family.type in ("counter", "histogram")}
+    assert counted == rising, "only these are kept after the engine's end"
+    bounds = [sample.labels["le"] for sample in found["vllm:request_prompt_tokens"].samples if "le" in sample.labels]
+    assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "+Inf"]
+
+
+def test_no_count_falls_when_an_engine_follows_another():
+    """The first has counted a finish reason that the second has not."""
+    ledger, scrapes = Ledger(), []
+
+    def engine(*reasons):
+        metrics = Metrics("m")
+        for reason in reasons:
+            metrics.observe(completion(0.0, 0.1, 0.2, 0.3, reason), 2)
+        metrics.between.add(0.1, len(reasons))
+        return metrics.counted({"steps": 10 * len(reasons)})
+
+    def scrape():
+        text = text_of(ledger.families()).decode()
+        scrapes.append({
+            (sample.name, *sample.labels.items()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        })  # fmt: skip
+
+    for counted in (engine("abort", "stop"), engine(), engine("stop", "stop", "stop")):
+        ledger.report([])
+        ledger.report(counted)
+        ledger.answered(503)
+        scrape()
+        ledger.engine_ended()
+        ledger.restarted("engine")
+        scrape()
+    for before, after in itertools.pairwise(scrapes):
+        assert all(after[name] >= value for name, value in before.items())
+    last = scrapes[-1]
+    assert last["minillm_finished_total", ("reason", "abort")] == 1
+    assert last["minillm_finished_total", ("reason", "stop")] == 4
+    assert last["minillm_engine_steps_total",] == 50
+    assert last["vllm:time_to_first_token_seconds_bucket", ("le", "0.25"), ("model_name", "m")] == 5
+    assert last["vllm:inter_token_latency_seconds_count", ("model_name", "m")] == 5
+    assert last["minillm_http_requests_total", ("status", "503")] == 3
+    assert (last["minillm_engine_restarts_total",], last["minillm_worker_restarts_total",]) == (3, 0)
 
 
 def test_a_tally_counts_many_equal_values_at_once():
@@ -88,5 +161,5 @@ def test_the_dashboard_asks_for_metrics_that_are_there():
 
 def metrics_with_one_request():
     metrics = Metrics("m")
-    metrics.observe(completion(0.0, 0.1, 0.2, 0.3))
+    metrics.observe(completion(0.0, 0.1, 0.2, 0.3), 2)
     return metrics

@@ -97,7 +97,8 @@ def test_failed_requests_are_counted(server):
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
         label = f'model_name="{server.model}"'
         return [
-            float(lines[name]) for name in (f"vllm:corrupted_requests_total{{{label}}}", "minillm_engine_corrupted")
+            float(lines[name])
+            for name in (f"vllm:corrupted_requests_total{{{label}}}", "minillm_engine_corrupted_total")
         ]
 
     before = counted()

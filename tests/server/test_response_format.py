@@ -1,6 +1,7 @@
 """response_format through the real openai client."""
 
 import asyncio
+import socket
 import sys
 import threading
 from typing import Literal
@@ -10,6 +11,9 @@ import pydantic
 import pytest
 
 from minillm.grammar import Matcher
+from minillm.server.config import ServerConfig
+from minillm.server.hub import Hub
+from minillm.server.link import pack
 from tests.waiting import TIMEOUT, async_wait_until, wait_until
 
 QUESTION = [{"role": "user", "content": "Where is the river?"}]
@@ -117,6 +121,38 @@ def test_others_are_served_while_a_grammar_compiles_and_who_leaves_is_forgotten(
     Flag.model_validate_json(answer.choices[0].message.content)
     assert started == [False, True]
     assert len(compiled) == 2 and len(set(compiled)) == 1, "the one that left before its turn was not compiled"
+
+
+def test_no_request_of_a_worker_that_has_died_begins_when_its_grammar_is_compiled(engine, monkeypatch):
+    compiling, may_go_on, began = threading.Event(), threading.Event(), []
+    check = engine.check_params
+
+    def slow(params):
+        compiling.set()
+        assert may_go_on.wait(TIMEOUT)
+        check(params)
+
+    monkeypatch.setattr(engine, "check_params", slow)
+    monkeypatch.setattr(engine, "submit", began.extend)
+    hub = Hub(engine, "here", ServerConfig(log_level="critical"))
+    ours, theirs = socket.socketpair()
+    line = hub.connect(ours)
+    fields = {"prompts": [{"length": 2, "text": None, "special": True}], "n": 2, "stops": False, "options": {}}
+    theirs.sendall(pack({"op": "submit", "key": 0, "params": {"json_schema": {"type": "object"}}} | fields, [5, 6]))
+    try:
+        assert compiling.wait(TIMEOUT)
+        assert hub.running == 2
+        theirs.close()
+        wait_until(lambda: line not in hub.lines)
+        assert line.compiling == {}
+    finally:
+        may_go_on.set()
+    hub.compiler.shutdown()  # the hub's thread has been told what was compiled
+    later = threading.Event()
+    hub.soon(later.set)
+    assert later.wait(TIMEOUT)
+    hub.close()
+    assert began == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import engine_process, supervisor
@@ -20,6 +21,7 @@ from minillm.server.config import ServerConfig
 from minillm.server.control import Control
 from minillm.server.engine_process import run
 from minillm.server.fleet import ServerFailed
+from minillm.server.ledger import Ledger
 from minillm.server.supervisor import Supervisor
 from tests.server.processes import serving
 from tests.waiting import TIMEOUT, paused_steps, wait_until
@@ -47,6 +49,20 @@ def status(url: str, path: str = "/v1/health/ready") -> int:
     return httpx.get(url + path, timeout=TIMEOUT).status_code
 
 
+RISING = ("_total", "_count", "_sum")
+
+
+def scrape(url: str) -> dict[tuple[str, str | None], float]:
+    """The samples of /metrics by name and by what they are distinguished, without buckets."""
+    families = text_string_to_metric_families(httpx.get(url + "/metrics", timeout=TIMEOUT).text)
+    return {
+        (sample.name, sample.labels.get("status") or sample.labels.get("reason")): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+
+
 @pytest.fixture
 def own_model(model_directory, tmp_path):
     return shutil.copytree(model_directory, tmp_path / "model")
@@ -56,6 +72,9 @@ def test_a_killed_engine_is_replaced_and_clients_are_told(own_model):
     """While the model's files are away, the new engine cannot start."""
     with serving(own_model, "--workers", "2", *UNBOUNDED) as (process, url):
         before, engine = workers_of(process), engine_of(process)
+        assert httpx.post(url + "/v1/completions", json=BODY, timeout=TIMEOUT).status_code == 200
+        wait_until(lambda: scrape(url)["minillm_finished_total", "length"] == 1)  # the supervisor has heard of it
+        working = scrape(url)
         with httpx.stream("POST", url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response:
             lines = (line for line in response.iter_lines() if line)
             next(lines)
@@ -67,9 +86,21 @@ def test_a_killed_engine_is_replaced_and_clients_are_told(own_model):
         refused = httpx.post(url + "/v1/completions", json=BODY, timeout=TIMEOUT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_restarting")
         assert 1 <= int(refused.headers["retry-after"]) <= 60
-        assert [status(url, path) for path in ("/v1/health/ready", "/v1/health/live", "/metrics")] == [503, 200, 503]
+        paths = ("/v1/health/ready", "/v1/health/live", "/metrics", "/v1/metrics")
+        assert [status(url, path) for path in paths] == [503, 200, 200, 200]
+        down = scrape(url)
         (own_model / "away").rename(own_model / "config.json")
         wait_until(lambda: status(url) == 200)
+        after = scrape(url)
+        assert [each["minillm_engine_up", None] for each in (working, down, after)] == [1, 0, 1]
+        assert [each["minillm_engine_restarts_total", None] for each in (working, down, after)] == [0, 1, 1]
+        # The stream that broke, the request that was refused, and the look at the engine's health.
+        assert ("minillm_http_requests_total", "503") not in working
+        assert down["minillm_http_requests_total", "503"] == 3
+        for earlier, later in ((working, down), (down, after)):
+            fell = [name for name, value in earlier.items() if name[0].endswith(RISING) and later[name] < value]
+            assert not fell and later["minillm_finished_total", "length"] == 1
+        assert "vllm:num_requests_running" not in {name for name, _ in down}, "nobody knows"
         # Each worker has a connection to the new engine.
         for asleep in before:
             os.kill(asleep, signal.SIGSTOP)
@@ -132,8 +163,7 @@ class Played:
 
 class NoWorkers:
     def __init__(self):
-        self.heard = []
-
+        self.heard, self.ledger = [], Ledger()
         self.waits = []  # seconds until there is an engine, as clients are told
 
     def start(self, connect, reload):
@@ -290,7 +320,7 @@ class Failing:
     "engine, why", [(Failing(0, 0), "thread has ended"), (Failing(3, 9), "3 steps in a row have failed")]
 )
 def test_a_failed_engine_ends_its_process(monkeypatch, engine, why, caplog):
-    hub = SimpleNamespace(connect=None, close=lambda: None, alive=True)
+    hub = SimpleNamespace(connect=None, close=lambda: None, alive=True, counted=list)
     monkeypatch.setattr("minillm.engine.async_llm.AsyncLLM", lambda model, **options: engine)
     monkeypatch.setattr("minillm.server.hub.Hub", lambda engine, name, config: hub)
     monkeypatch.setattr(engine_process, "BEAT", 0.001)

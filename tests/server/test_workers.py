@@ -57,11 +57,12 @@ def test_all_workers_serve_one_port_and_each_reports_the_whole_servers_metrics(p
     for asleep, awake in ((first, second), (second, first)):
         os.kill(asleep, signal.SIGSTOP)
         answers.append(ask(pair).json()["choices"][0]["token_ids"])
+        wait_until(lambda: sum(pair.workers.ledger._responses.values()) == 2 * len(answers) - 1)
         text = httpx.get(pair.url + "/metrics", timeout=TIMEOUT).text
         os.kill(asleep, signal.SIGCONT)
         assert awake != asleep
     assert answers[0] == answers[1]
-    assert 'minillm_http_requests_total{status="200"} 2.0' in text.splitlines()
+    assert 'minillm_http_requests_total{status="200"} 3.0' in text.splitlines()  # with the first scrape
     assert "minillm_generated_tokens_total 12.0" in text.splitlines()
 
 
@@ -81,6 +82,7 @@ def test_a_stuck_worker_does_not_block_the_engine(pair, engine):
 def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, caplog):
     with paused_steps(free=6) as resume, running(engine) as server:
         (before,) = pids(server)
+        assert httpx.get(server.url + "/version", timeout=TIMEOUT).status_code == 200
         with (
             pytest.raises(httpx.TransportError),
             httpx.stream("POST", server.url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response,
@@ -96,6 +98,9 @@ def test_a_dead_worker_is_replaced_and_its_requests_are_aborted(engine, caplog):
         assert counted("minillm_finished_total", {"reason": "abort"}) == 1, "its request ran to the end"
         assert ask(server).status_code == 200
         assert pids(server) != [before]
+        lines = httpx.get(server.url + "/metrics", timeout=TIMEOUT).text.splitlines()
+    assert "minillm_worker_restarts_total 1.0" in lines
+    assert 'minillm_http_requests_total{status="200"} 2.0' in lines, "the first worker's are lost"
     assert "an HTTP worker exited (killed by SIGKILL); replacing it" in caplog.text
 
 

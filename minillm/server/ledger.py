@@ -1,0 +1,75 @@
+"""What a server has counted since it started, kept by the process that owns the others.  Lesson 99.
+
+Workers and engines come and go, but a counter must not fall: whoever reads it takes a fall for a restart of the server,
+and what was counted before it is lost. So each response's status is sent to the owner as it is counted, and the
+engine's process sends its counts with each sign of life.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+# Metric families as JSON: [name, type, description, [[name, labels, value] of each sample]].
+Families = list[list]
+
+
+def summed(*each: Families) -> Families:
+    """The sum of counters and histograms, sample by sample."""
+    found: dict[str, tuple[list, dict[tuple, list]]] = {}
+    for name, kind, text, samples in (family for families in each for family in families):
+        family, sums = found.setdefault(name, ([name, kind, text], {}))
+        for sample, labels, value in samples:
+            place = sums.setdefault((sample, *sorted(labels.items())), [sample, labels, 0])
+            place[2] += value
+    return [[*family, list(sums.values())] for family, sums in found.values()]
+
+
+class Ledger:
+    """The counts of a server; from any thread.
+
+    engine: returns what the engine has counted that runs now, by its latest report.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Callable[[], Families] = list
+        self._before: Families = []  # what engines have counted that have ended
+        self._responses = Counter[int]()
+        self._restarts = {"engine": 0, "worker": 0}
+        self._lock = threading.Lock()
+
+    def answered(self, status: int) -> None:
+        """A response was sent."""
+        with self._lock:
+            self._responses[status] += 1
+
+    def report(self, counted: Families) -> None:
+        """What the engine has counted since it started."""
+        with self._lock:
+            self.engine = lambda: counted
+
+    def engine_ended(self) -> None:
+        """The engine's process has ended, and what it reported remains."""
+        with self._lock:
+            self._before, self.engine = summed(self._before, self.engine()), list
+
+    def restarted(self, what: str) -> None:
+        """An "engine" or a "worker" is started to replace one that has ended."""
+        with self._lock:
+            self._restarts[what] += 1
+
+    def families(self) -> Families:
+        """All that was counted."""
+        with self._lock:
+            responses = [[{"status": str(status)}, count] for status, count in sorted(self._responses.items())]
+            own = [_counter("http_requests", "HTTP requests by the status that they came to", responses)]
+            for what, text in (("engine", "engine's process"), ("worker", "HTTP worker")):
+                own.append(
+                    _counter(f"{what}_restarts", f"Times that the {text} was replaced", [[{}, self._restarts[what]]])
+                )
+            return own + summed(self._before, self.engine())
+
+
+def _counter(name: str, text: str, values: list) -> list:
+    """A family of ours. values: [labels, value] of each sample."""
+    name = f"minillm_{name}"
+    return [name, "counter", text, [[f"{name}_total", labels, value] for labels, value in values]]
