@@ -87,7 +87,7 @@ def snapshot(repository: str, *, revision: str | None = None, tokenizer_only: bo
             if not model.offline:
                 log.warning("%s; the copy in the cache is used: %s", error, complete)
             return complete
-        state = f", and {model} is not in the cache at {model.cache}"
+        state = f", and {model} is neither a directory nor in the cache at {model.cache}"
         if lacks:
             state = f", and the copy of {model} in the cache lacks {_listed(lacks)}"
         elif error.answered:  # it has no model to download, whatever the cache holds
@@ -298,7 +298,8 @@ class _Model:
             )
         elif isinstance(error, errors.RepositoryNotFoundError):
             why = f"{self.site} has no model {self.name}, or it is private"
-            way_out = f"check the spelling; if it is private, {'use a token that may read it' if has_token else login}"
+            private = "use a token that may read it" if has_token else login
+            way_out = f"check the spelling, or name a directory that exists; if it is private, {private}"
         elif isinstance(error, errors.RevisionNotFoundError):
             why = f"{self.name} has no revision {self.revision}"
             way_out = f"its branches, tags and commits are at {page}/tree/{MAIN}"

@@ -252,25 +252,43 @@ def unavailable(hub, how, monkeypatch, dead_url):
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "why", "way_out"),
     [
-        ("offline", "HF_HUB_OFFLINE is set, and {name} is not in the cache at {cache}: unset it, or fetch the model"),
-        ("refused", "{site} cannot be reached (ConnectError: "),
-        ("silent", "{site} does not answer, and {name} is not in the cache at {cache}: check the network, then try"),
-        ("a login page", "{site} does not answer as the Hugging Face Hub does, and {name} is not in the cache"),
-        ("another API", "{site} does not answer as the Hugging Face Hub does, and {name} is not in the cache"),
-        ("failing", "{site} answers with status 502, and {name} is not in the cache at {cache}: try again later"),
-        ("busy", "{site} has had too many requests from here: wait some minutes, or log in with `hf auth login`"),
-        ("not there", "{site} has no model {name}, or it is private: check the spelling; if it is private, log in"),
+        ("offline", "HF_HUB_OFFLINE is set", "unset it, or fetch the model where there is a network with"),
+        ("refused", "{site} cannot be reached (ConnectError", "check the network and HF_ENDPOINT, then try"),
+        ("silent", "{site} does not answer", "check the network, then try"),
+        (
+            "a login page",
+            "{site} does not answer as the Hugging Face Hub does",
+            "check HF_ENDPOINT and the proxy",
+        ),
+        ("another API", "{site} does not answer as the Hugging Face Hub does", "check HF_ENDPOINT and the proxy"),
+        ("failing", "{site} answers with status 502", "try again later with"),
     ],
 )
-def test_without_the_hub_and_a_copy_the_error_says_what_to_do(hub, repository, how, says, monkeypatch, dead_url):
+def test_without_the_hub_and_a_copy_the_error_says_what_to_do(
+    hub, repository, how, why, way_out, monkeypatch, dead_url
+):
     with unavailable(hub, how, monkeypatch, dead_url):
         said = refusal()
-    assert says.format(site=constants.ENDPOINT, name=NAME, cache=constants.HF_HUB_CACHE) in said
-    if how not in ("busy", "not there"):
-        assert f", and {NAME} is not in the cache at {constants.HF_HUB_CACHE}: " in said
-        assert f"`hf download {NAME}`" in said
+    assert said.startswith(why.format(site=constants.ENDPOINT))
+    state = f", and {NAME} is neither a directory nor in the cache at {constants.HF_HUB_CACHE}: {way_out}"
+    assert state in said and said.endswith(f"`hf download {NAME}`")
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("busy", "has had too many requests from here: wait some minutes, or log in with `hf auth login` or set"),
+        (
+            "not there",
+            f"has no model {NAME}, or it is private: check the spelling, or name a directory that exists; if",
+        ),
+    ],
+)
+def test_what_the_hub_refuses_without_a_copy(hub, repository, how, says, monkeypatch, dead_url):
+    with unavailable(hub, how, monkeypatch, dead_url):
+        assert refusal().startswith(f"{hub.url} {says}")
 
 
 def test_the_hub_is_asked_with_the_librarys_own_time_limit(hub, repository, monkeypatch):
@@ -372,7 +390,7 @@ def test_a_token_without_the_right_to_read(hub, repository):
 
 def test_a_model_that_is_not_there_for_a_token(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", standin.TOKEN)
-    assert refusal().endswith("check the spelling; if it is private, use a token that may read it")
+    assert refusal().endswith("; if it is private, use a token that may read it")
 
 
 def test_a_revision_that_is_not_there_is_not_replaced_by_what_the_cache_has(hub, repository):
