@@ -11,6 +11,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
+from minillm.errors import ConfigError
+from minillm.pretrained.hub import snapshot
+
+NAME = "good-people/Tiny_Model.v1"
+TEXT = ["The river Ama runs past the old mill, and the miller's daughter doesn't swim in it."] * 3
+OTHERS = {
+    "README.md": b"# A model",
+    "model.gguf": b"GGUF",
+    "pytorch_model.bin": b"pickled",
+    "flax_model.msgpack": b"packed",
+    "onnx/model.onnx": b"onnx",
+    "original/consolidated.safetensors": b"of another program",
+    "training_args.json": b"{}",
+}
 LARGE = (".safetensors", ".bin", ".gguf")  # files that the Hub keeps at another host
 TOKEN = "hf_of_a_reader"
 
@@ -156,3 +173,17 @@ def running() -> Iterator[Hub]:
 def contents(directory: Path) -> dict[str, bytes]:
     """The files of a directory, as a repository holds them."""
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def at(monkeypatch, url: str) -> None:
+    """As if HF_ENDPOINT were this URL; the library reads the variable only once."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+def refusal(repository: str = NAME, **options) -> str:
+    """The message of the error, in one line."""
+    with pytest.raises(ConfigError) as caught:
+        snapshot(repository, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
