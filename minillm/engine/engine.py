@@ -24,6 +24,7 @@ from minillm.grammar import Grammars
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import check_tokenizer, load_model, read_config, resolve, resolve_device
+from minillm.pretrained import model_name
 from minillm.quantization import Recipe
 from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.executor import Executor, LocalExecutor
@@ -80,14 +81,14 @@ class Engine:
             config = self.plan.configure(config, read_config(place), device)
         config = precision.resolved(config, place, device, self.plan.traffic if self.plan else None)
         self.config: DeviceConfig = config.on(device)
-        self.name = place.name if isinstance(place, Path) else place
+        self.name = model_name(place) if isinstance(place, Path) else place
         if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
             tokenizer = place
         # Where another process may read the same tokenizer; None for an object of the user's own.
         self.tokenizer_directory = Path(tokenizer) if isinstance(tokenizer, (str, Path)) else None
         self.tokenizer = Tokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
         self.model = load_model(
-            model,
+            place,
             dtype=self.config.dtype,
             device=device,
             load_format=self.config.load_format,

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minillm import pretrained
 from minillm.errors import ConfigError
 from minillm.folders import DATA
 from minillm.quantization import Dense, Recipe, Weight, weight_only
@@ -189,7 +190,10 @@ def resolve_device(device: str) -> str:
 
 
 def resolve(model: str | Path | None) -> Path | str:
-    """The directory that `model` names, or a preset's name; None: the embedded model. Raises ConfigError."""
+    """The directory that `model` names, or a preset's name; None: the embedded model. Raises ConfigError.
+
+    model: a directory, a preset's name, or a name that `minillm.pretrained` finds a directory for.
+    """
     if model is None:
         if not EMBEDDED.is_dir():
             raise ConfigError(
@@ -201,10 +205,7 @@ def resolve(model: str | Path | None) -> Path | str:
         return path
     if str(model) in PRESETS:
         return str(model)
-    raise ConfigError(
-        f"no such model directory: {model}. Give a directory with config.json and *.safetensors"
-        f' (nothing is downloaded), or one of the shapes {", ".join(PRESETS)} with load_format="dummy"'
-    )
+    return pretrained.directory(model, PRESETS)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import ConfigError
+from minillm.pretrained.cache import ORIGIN
 from minillm.quantization import Dense, Format, Int4, Sparse, weight_only
 from minillm.quantization.checkpoints import compressed_tensors
 from minillm.values import read_json
@@ -34,6 +35,7 @@ COPIED_FILES = (
     "chat_template*",
     "*.model",
     "LICENSE*",
+    ORIGIN,
 )
 
 

@@ -127,9 +127,9 @@ class Metrics:
         yield between
 
     def _levels(self, stats: Mapping[str, int]) -> Iterator[Metric]:
-        for name, value in stats.items():
+        for name, level in stats.items():
             if name not in EVENTS:
-                yield GaugeMetricFamily(f"minillm_engine_{name}", _text(name), value=value)
+                yield GaugeMetricFamily(f"minillm_engine_{name}", _text(name), value=level)
         blocks = stats.get("blocks", 0)
         used = 1 - stats.get("blocks_available", 0) / blocks if blocks else 0.0
         gauges: dict[str, tuple[str, float]] = {

@@ -31,6 +31,7 @@ from minillm.kv_cache.layer_groups import blocks_held
 from minillm.model.config import ModelConfig
 from minillm.model.loader import read_config, resolve, resolve_device
 from minillm.model.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
+from minillm.pretrained import model_name
 from minillm.runner.memory import CPU_CACHE_BYTES
 from minillm.runner.plan import Plan, Traffic
 
@@ -70,8 +71,8 @@ def run(
     config = precision.resolved(config, place, device, traffic)
     engine_options |= {"quantization": config.quantization, "quantized_head": config.quantized_head}
     options = options_of(config, shape, traffic, device)
-    name = place.name if isinstance(place, Path) else place
-    out = Path(f"{name}.plan.json" if out is None else out)
+    name = model_name(place) if isinstance(place, Path) else place
+    out = Path(f"{Path(name).name}.plan.json" if out is None else out)
     records.check_writable(out)
     plan = Plan.made_here(shape, traffic, options, device)
     title = f"{name}, {concurrency} concurrent requests of {input_len:,} + {output_len:,} tokens"

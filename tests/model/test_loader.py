@@ -221,7 +221,7 @@ def test_the_embedded_model_is_the_default(saved, monkeypatch):
 
 
 def test_a_missing_directory_is_named():
-    with pytest.raises(ConfigError, match="no such model directory: /nowhere/at-all.*nothing is downloaded.*gemma-2b"):
+    with pytest.raises(ConfigError, match="no such model directory: /nowhere/at-all.*minillm models.*gemma-2b"):
         load_model("/nowhere/at-all")
 
 

@@ -29,6 +29,7 @@ LAYERS = (
         "scheduler",
         "model",
         "ops",
+        "pretrained",
     ),
     *(
         "quantization",

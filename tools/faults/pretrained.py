@@ -1,0 +1,43 @@
+"""Faults in finding, fetching and converting trained models."""
+
+from . import Fault
+
+CACHE, WHEELS, GGUF = "minillm/pretrained/cache.py", "minillm/pretrained/wheels.py", "minillm/pretrained/gguf_file.py"
+
+FAULTS = (
+    Fault(
+        "a model is built where it will lie",
+        CACHE,
+        'temporary = target.with_name(f".{target.name}.unfinished")',
+        "temporary = target",
+        "tests/pretrained/test_cache.py",
+    ),
+    Fault(
+        "a process that has waited builds the model again",
+        CACHE,
+        "            if is_complete(target, sha256):\n                return target\n",
+        "",
+        "tests/pretrained/test_cache.py -k one_builds_and_the_other_waits",
+    ),
+    Fault(
+        "a file with another hash is used",
+        WHEELS,
+        "if digest.hexdigest() != sha256:",
+        "if not sha256:",
+        "tests/pretrained/test_download.py -k another_file_under_the_name",
+    ),
+    Fault(
+        "digits of SmolLM2's texts are not split",
+        GGUF,
+        'if kind == "gpt2" and split == SMOLLM_SPLIT:',
+        "if split is None:",
+        "tests/pretrained/test_gguf_file.py -k texts_become_the_tokens",
+    ),
+    Fault(
+        "weights are stored in bfloat16 although that changes them",
+        GGUF,
+        "if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):",
+        "if tensor.ndim:",
+        "tests/pretrained/test_gguf_file.py -k every_value_is_stored_exactly",
+    ),
+)
