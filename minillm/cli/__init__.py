@@ -14,6 +14,7 @@ from minillm.server.config import ServerConfig, ServerOptions, split
 from . import from_vllm
 from .bench import bench_app
 from .course import course_app
+from .models import download, hint_at_trained, models
 from .options import JsonPath, Model, show_logs, with_engine_options, with_options
 from .quality import evaluate, quantize
 from .report import report
@@ -38,6 +39,8 @@ app.add_typer(course_app, name="course")
 app.command("eval")(evaluate)
 app.command()(quantize)
 app.command()(report)
+app.command()(models)
+app.command()(download)
 
 
 def _print_version(asked: bool) -> None:
@@ -76,6 +79,8 @@ def generate(
     from minillm import LLM, SamplingParams
     from minillm.engine.llm import chat_prompt
 
+    if chat and model is None:
+        hint_at_trained()
     # --seed is the engine's, and seeds every request that names no seed of its own.
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or ())
     with LLM(model, **engine_options) as llm:
@@ -112,7 +117,7 @@ def _print_stream(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams")
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model's directory, or a preset with --load-format dummy. Default: tiny-gemma."),
+        typer.Argument(help="A directory, a name of `minillm models`, org/name, a GGUF file. Default: tiny-gemma."),
     ] = None,
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
@@ -157,7 +162,7 @@ def serve(
 @with_engine_options
 def build(
     model: Annotated[
-        str | None, typer.Argument(help="A model's directory, or gemma-2b. Default: the embedded tiny-gemma.")
+        str | None, typer.Argument(help="A model, as for serve, or gemma-2b. Default: the embedded tiny-gemma.")
     ] = None,
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,

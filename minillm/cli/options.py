@@ -22,8 +22,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="A model's directory, quantized or not, or gemma-2b with --load-format dummy. "
-        "Default: the embedded tiny-gemma.",
+        help="A model's directory, quantized or not, a name of `minillm models`, org/name of the Hugging Face Hub, a "
+        "GGUF file, or gemma-2b with --load-format dummy. Default: the embedded tiny-gemma.",
         show_default=False,
     ),
 ]

@@ -61,7 +61,7 @@ def evaluate(
 
     minillm eval --compare int8,awq-g64,w8a8-rotate
     """
-    from minillm import LLM, evaluate
+    from minillm import LLM, evaluate, pretrained
     from minillm.bench import records
     from minillm.model.loader import resolve
 
@@ -74,6 +74,8 @@ def evaluate(
     given = split_names([tasks or ""])
     if compare and len(given) > 1:
         raise ConfigError(f"--compare asks the questions of one task, not of {', '.join(given)}")
+
+    place = Path(resolve(model))
 
     def measured() -> Iterator[dict]:
         if streaming:
@@ -94,7 +96,12 @@ def evaluate(
     for result in measured():
         results.append(result)
         print(_losses(result) if compare else _quality(result), flush=True)
-    content = records.record(results, begun, model=Path(resolve(model)).name)
+    name = pretrained.model_name(place)
+    content = records.record(results, begun, model=name)
+    if found := pretrained.origin(place):
+        content |= {"source": found.source, "rounded": found.rounded}
+        if found.remark:
+            print(f"{name}: {found.remark}")
     if json_path is not None:
         records.write(content, json_path)
     print(json.dumps(content))
@@ -126,7 +133,9 @@ def _losses(result: dict) -> str:
 
 
 def quantize(
-    model: Annotated[str | None, typer.Argument(help="A model's directory. Default: the embedded tiny-gemma.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A model, as for `eval --model`. Default: the embedded tiny-gemma.")
+    ] = None,
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
     out: Annotated[Path | None, typer.Option(help="The directory to write; it must be new or empty.")] = None,
     method: Annotated[

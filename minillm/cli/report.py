@@ -14,7 +14,8 @@ from .quality import split_names
 @with_engine_options
 def report(
     model: Annotated[
-        str | None, typer.Argument(help="A model's directory, not quantized. Default: the embedded tiny-gemma.")
+        str | None,
+        typer.Argument(help="An unquantized model, as for `eval --model`. Default: the embedded tiny-gemma."),
     ] = None,
     model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
     out: Annotated[Path, typer.Option(help="The page to write; the record is written next to it, as .json.")] = Path(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from minillm import cores
+from minillm import cores, pretrained
 from minillm.cores import OtherPrograms
 from minillm.folders import DATA, LINKED, PACKAGE, how_to_install
 
@@ -31,6 +31,7 @@ EXTRAS = {
     "compare": "comparisons with transformers, question sets",
     "report": "minillm report",
     "course": "the notebooks",
+    "models": "minillm download, GGUF files",
     "test": "make test",
 }
 TIERS = {
@@ -53,8 +54,20 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which they are printed."""
-    findings = [_python(), *_checkout(), *_packages(), _triton(), _cuda(), _load(), _memory(), _disk(), _model()]
-    return [*findings, _gemma(), *(_extra(name, purpose) for name, purpose in EXTRAS.items())]
+    findings = [
+        _python(),
+        *_checkout(),
+        *_packages(),
+        _triton(),
+        _cuda(),
+        _load(),
+        _memory(),
+        _disk(),
+        _model(),
+        *_offers(),
+        _gemma(),
+    ]
+    return [*findings, *(_extra(name, purpose) for name, purpose in EXTRAS.items())]
 
 
 def tier(findings: list[Finding]) -> str:
@@ -252,6 +265,16 @@ def _model() -> Finding:
         return Finding("tiny-gemma", f"embedded, {size / 1e6:.0f} MB")
     fix = "check out or install minillm again, or name a model's directory wherever one is asked for"
     return Finding("tiny-gemma", f"not in {place}", "FAIL", fix)
+
+
+def _offers() -> Iterator[Finding]:
+    """The trained models of `minillm models`."""
+    for offer in pretrained.CATALOG.values():
+        if pretrained.downloaded(offer):
+            yield Finding(offer.name, f"{offer.title}, {offer.purpose}: `minillm generate --model {offer.name} --chat`")
+        else:
+            where = pretrained.place(offer)
+            yield Finding(offer.name, f"{offer.title} is not in {where.parent}", "missing", f"`{offer.command}`")
 
 
 def gemma_directory() -> Path | None:

@@ -3,6 +3,8 @@
 MINILLM_TIER   cpu, gpu, or auto: gpu if torch sees a GPU that runs the kernels and holds Gemma 2B
 MINILLM_GEMMA  the directory of Gemma 2B's weights, if they are not in Hugging Face's cache; without weights, a GPU runs
                Gemma 2B's shape with random ones
+MINILLM_MODEL  another trained model to run here, on the GPU or the CPU: a name of `minillm models`, a directory. With
+               MINILLM_TIER=cpu, which stands for the embedded model, it has no effect
 """
 
 import os
@@ -45,7 +47,8 @@ def tier() -> Tier:
     """The tier of this machine, or the one that MINILLM_TIER names. Raises ConfigError."""
     import torch
 
-    from minillm.model.loader import EMBEDDED
+    from minillm.model.loader import EMBEDDED, resolve
+    from minillm.pretrained import model_name
 
     wanted = os.environ.get("MINILLM_TIER", "auto")
     if wanted not in ("auto", "cpu", "gpu"):
@@ -53,6 +56,12 @@ def tier() -> Tier:
     problem = gpu_problem() if torch.cuda.is_available() else "torch sees no GPU"
     if wanted == "gpu" and problem:
         raise ConfigError(f"MINILLM_TIER=gpu, but {problem}: unset it; `minillm doctor` says more")
+    if wanted != "cpu" and (named := os.environ.get("MINILLM_MODEL")):
+        place = resolve(named)
+        if isinstance(place, str):
+            raise ConfigError(f"MINILLM_MODEL must name a trained model, not the shape {place}: see `minillm models`")
+        kind, device = ("cpu", "cpu") if problem else ("gpu", "cuda")
+        return Tier(kind, str(place), f"{model_name(place)}, trained", True, {"device": device})
     if wanted == "cpu" or problem:
         return Tier("cpu", None, "tiny-gemma, trained", True, {"device": "cpu"})
     if directory := gemma_directory():

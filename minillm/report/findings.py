@@ -109,7 +109,13 @@ def accuracy(record: Record) -> list[str]:
     if unclear:
         names = listed([row["version"] for row in unclear])
         found.append(f"{count:,} questions are too few to tell the loss of {names} from 0.")
-    return found + _divergences(first, others)
+    return found + origin(record) + _divergences(first, others)
+
+
+def origin(record: Record) -> list[str]:
+    """What the model itself had lost before anything was measured."""
+    remark = record.get("remark", "")
+    return [f"Caution: {remark}. All losses here are compared with it, not with the original."] if remark else []
 
 
 def _divergences(first: Row, others: Sequence[Row]) -> list[str]:

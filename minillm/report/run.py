@@ -9,6 +9,7 @@ from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.evaluate.compare import check_options, unquantized
 from minillm.model.loader import EMBEDDED
+from minillm.pretrained import model_name, origin
 
 from . import measure, page
 from .settings import check_packages, settle
@@ -74,7 +75,8 @@ def run(
     found = measure.measure(place, chosen, settings, options, say)
     content = records.record(found.rows, begun)
     content |= {
-        "model": place.resolve().name,
+        "model": model_name(place.resolve()),
+        "remark": rounded_before.remark if (rounded_before := origin(place)) else "",
         "embedded": place == EMBEDDED,
         "compared": [version.name for version in chosen],
         "facts": facts,

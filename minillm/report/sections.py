@@ -52,7 +52,7 @@ def sections(record: Record) -> list[Section]:
 def summary(record: Record, every: Iterable[Section]) -> list[str]:
     """The first sentences of each section, what makes speeds doubtful, and how much could not be measured."""
     found = [sentence for section in every for sentence in section.says[: LED_BY.get(section.key, 1)]]
-    found += findings.cautions(record)
+    found += findings.origin(record) + findings.cautions(record)
     failed = len(record["failures"])
     if failed:
         parts = "one part" if failed == 1 else f"{failed} parts"
