@@ -87,6 +87,9 @@ class Engine:
         # Where another process may read the same tokenizer; None for an object of the user's own.
         self.tokenizer_directory = Path(tokenizer) if isinstance(tokenizer, (str, Path)) else None
         self.tokenizer = Tokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+        described = read_config(place)
+        self.grammars = Grammars(self.tokenizer, described.vocab_size, described.eos_token_ids)
+        self.grammars.make_tokenizer_in_background()  # before there are steps that would wait for it
         self.model = load_model(
             place,
             dtype=self.config.dtype,
@@ -103,7 +106,6 @@ class Engine:
         longest = self.config.max_model_len or self.model_config.max_model_len
         self.executor: Executor = LocalExecutor(self.model, self.config, longest, self.plan, others)
         self.max_model_len = self.executor.facts.max_model_len
-        self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.in_flight: deque[Launched] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
@@ -447,6 +449,7 @@ class Engine:
             self.abort(tracked)
         self.in_flight.clear()
         self.executor.close()
+        self.grammars.close()
         if self.trace is not None:
             self.trace.close()
         del self.executor, self.model

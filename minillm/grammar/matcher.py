@@ -83,21 +83,28 @@ class Grammars:
         self._given, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos)
         self._made: tuple[Vocabulary, Any] | None = None  # with its llguidance.LLTokenizer
         self._making = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._kept: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def make_tokenizer_in_background(self) -> None:
-        """Make what all grammars share, 1 to 2 s of work for 262,144 tokens, before the first one is needed.
+        """Begin to make what all grammars share, so that the first one need not: 1 to 2 s of work for 262,144 tokens.
 
-        The library holds Python's global lock meanwhile, so call this before the engine runs. If it fails, so does the
-        first request with a grammar, and says why.
+        The library holds Python's global lock for most of it, so call this before the engine takes steps. A failure
+        shows when a grammar is asked for.
         """
 
         def make() -> None:
             with contextlib.suppress(Exception):
                 self._tokenizer()
 
-        threading.Thread(target=make, name="minillm-vocabulary", daemon=True).start()
+        self._thread = threading.Thread(target=make, name="minillm-vocabulary", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for what was begun."""
+        if self._thread is not None:
+            self._thread.join()
 
     def matcher(self, kind: str, text: str) -> Matcher:
         """A new matcher, at the grammar's start.

@@ -2,10 +2,15 @@
 
 import json
 import re
+import sys
+import threading
 
 import pytest
 
 from minillm import LLM, SamplingParams
+from minillm.errors import MissingPackage
+from minillm.grammar import Grammars
+from tests.waiting import TIMEOUT
 
 SCHEMA = {
     "type": "object",
@@ -100,3 +105,30 @@ def test_a_grammar_that_fails_ends_its_request_alone(llm, monkeypatch):
         llm.engine.step()
     assert (bad.completion.finish_reason, bad.completion.stop_reason) == ("abort", "too complex")
     assert good.completion.finish_reason == "stop" and follows(good.completion.text)
+
+
+def joined() -> None:
+    """Wait until what engines make in the background is made."""
+    for thread in threading.enumerate():
+        if thread.name == "minillm-vocabulary":
+            thread.join(TIMEOUT)
+
+
+def test_the_vocabulary_of_grammars_is_made_when_an_engine_starts(monkeypatch):
+    made = []
+    make_tokenizer = Grammars._make_tokenizer
+    monkeypatch.setattr(Grammars, "_make_tokenizer", lambda self: made.append(self) or make_tokenizer(self))
+    with make() as other:
+        joined()
+        assert made == [other.engine.grammars]
+        (done,) = other.generate(PROMPT, constrained(1)[0])
+    assert follows(done.text) and len(made) == 1
+
+
+def test_an_engine_without_the_grammar_library_starts_and_says_so_when_asked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with make() as other:
+        joined()
+        assert other.generate(PROMPT, SamplingParams(max_tokens=2))[0].finish_reason == "length"
+        with pytest.raises(MissingPackage, match="llguidance"):
+            other.generate(PROMPT, constrained(1)[0])

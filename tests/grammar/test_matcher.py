@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from minillm.grammar import matcher as matchers
 from minillm.request import SamplingParams
 from minillm.tokenizer import Tokenizer
 from tests.grammar.walks import allowed
+from tests.waiting import TIMEOUT
 
 VOCAB, EOS = 4100, (1, 5)  # four more than the tokenizer has, as in a padded model
 
@@ -114,3 +117,25 @@ def test_a_text_ends_behind_the_last_listed_property(grammars, tokenizer):
         assert matcher.advance(tokenizer.encode('{"name": "a"', add_special_tokens=False)) is None
         assert (tokenizer.id(",") in allowed(matcher)) == more
         assert tokenizer.id("<0x7D>") in allowed(matcher)  # }
+
+
+def test_the_vocabulary_is_made_once_and_a_request_waits_for_it(tokenizer, monkeypatch):
+    begun, may_go_on, made = threading.Event(), threading.Event(), []
+
+    class Slow(matchers.Vocabulary):
+        def __init__(self, *model):
+            begun.set()
+            assert may_go_on.wait(TIMEOUT)
+            made.append(self)
+            super().__init__(*model)
+
+    monkeypatch.setattr(matchers, "Vocabulary", Slow)
+    grammars = Grammars(tokenizer, VOCAB, EOS)
+    grammars.make_tokenizer_in_background()
+    assert begun.wait(TIMEOUT)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(grammars.matcher, "regex", "a")
+        may_go_on.set()
+        assert allowed(asked.result(TIMEOUT)) == {tokenizer.id("a")}
+    grammars.matcher("json_schema", "{}")
+    assert len(made) == 1
