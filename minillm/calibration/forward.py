@@ -39,7 +39,7 @@ class CalibrationRun:
     ) -> dict[str, InputStatistics]:
         """The statistics of the inputs of these weights, which belong to the next layer, by name."""
         keep = max(1, SAMPLES // len(self.batches))
-        with recording(weights, dtype, keep) as found:
+        with recording(weights, dtype, keep, unused=layer.down) as found:
             for batch, stream in zip(self.batches, self.streams, strict=True):
                 self._run(layer, batch, stream)
         return found
@@ -82,8 +82,13 @@ def _cache(model: Model, batch: Batch) -> LayerCache:
 
 
 @contextmanager
-def recording(weights: dict[str, Weight], dtype: torch.dtype, keep: int) -> Iterator[dict[str, InputStatistics]]:
-    """Record the inputs of these weights' products, by name, while the block runs. keep: samples of each step."""
+def recording(
+    weights: dict[str, Weight], dtype: torch.dtype, keep: int, unused: Weight
+) -> Iterator[dict[str, InputStatistics]]:
+    """Record the inputs of these weights' products, by name, while the block runs.
+
+    keep: samples of each step. unused: a weight whose product nothing reads, and which is not computed.
+    """
     found = {
         name: InputStatistics(weight.shape[1], weight.stored()[0].device, dtype) for name, weight in weights.items()
     }
@@ -92,6 +97,8 @@ def recording(weights: dict[str, Weight], dtype: torch.dtype, keep: int) -> Iter
     def linear(x: Tensor, weight: Weight) -> Tensor:
         if id(weight) in by_weight:
             by_weight[id(weight)].add(x, keep)
+        if weight is unused:
+            return x.new_zeros(*x.shape[:-1], weight.shape[0])
         return reference.linear(x, weight)
 
     with using(linear=linear):

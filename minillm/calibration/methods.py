@@ -8,6 +8,7 @@ from typing import Any
 
 from minillm.errors import ConfigError
 from minillm.quantization import Activations, Dense, Format, Fp8, Int4, Int8, Mxfp4, Nvfp4, Pruned, Sparse24
+from minillm.quantization.int4 import GROUP_SIZES, fitting_group_size
 from minillm.values import read_json, shown
 
 # name -> what it is
@@ -42,6 +43,7 @@ PARAMETERS = {
     "sparse24": (),
     "pruned": ("sparsity",),
 }
+TYPES = {"group_size": int, "scales": str, "sparsity": float}  # of parameters; the others are True or False
 CALIBRATED = ("smoothquant", "awq", "gptq", "w4a8")
 HEADS = ("int8", "fp8")
 
@@ -50,7 +52,8 @@ HEADS = ("int8", "fp8")
 class Method:
     """A method with its parameters.
 
-    group_size  inputs that share a scale (int4, awq, gptq, w4a8)
+    group_size  inputs that share a scale (int4, awq, gptq, w4a8); None: the largest of 128, 64 and 32 that divides the
+                inputs of all weights with this method, which `MethodRecipe.fitted` finds
     symmetric   whether groups have no zero points (the same)
     act_order   gptq: round the inputs with the largest activations first
     scales      fp8: "channel" or "tensor"
@@ -59,7 +62,7 @@ class Method:
     """
 
     name: str
-    group_size: int = 128
+    group_size: int | None = None
     symmetric: bool = True
     act_order: bool = False
     scales: str = "channel"
@@ -92,7 +95,8 @@ class Method:
         fp8 = Activations("fp8", self.static)
         if name == "fp8":
             return Fp8(self.scales, fp8)
-        return Int4(self.group_size, self.symmetric, activations=fp8 if name == "w4a8" else None)
+        size = GROUP_SIZES[0] if self.group_size is None else self.group_size
+        return Int4(size, self.symmetric, activations=fp8 if name == "w4a8" else None)
 
     @property
     def calibrated(self) -> bool:
@@ -118,6 +122,15 @@ class MethodRecipe:
     def at(self, address: str) -> Method:
         """The method of the weight at an address, such as "layers.3.qkv"."""
         return next((each for pattern, each in self.rules.items() if fnmatchcase(address, pattern)), Method("dense"))
+
+    def fitted(self, inputs: Mapping[str, int]) -> "MethodRecipe":
+        """With a group size for each method in groups that names none. inputs: of each weight, by address."""
+        rules = dict(self.rules)
+        for pattern, method in self.rules.items():
+            if method.group_size is None and "group_size" in PARAMETERS[method.name]:
+                own = [count for address, count in inputs.items() if self.at(address) is method]
+                rules[pattern] = replace(method, group_size=fitting_group_size(own))
+        return replace(self, rules=rules)
 
     @property
     def seeded(self) -> bool:
@@ -155,7 +168,7 @@ def method_of(values: Mapping[str, Any]) -> Method:
     more = {name: value for name, value in values.items() if name != "method"}
     found.check_takes(sorted(more))
     for name, value in more.items():
-        kind = type(getattr(found, name))
+        kind = TYPES.get(name, bool)
         if type(value) is not kind:
             raise ConfigError(f"{name} must be {kind.__name__}, not {shown(value)}")
     return replace(found, **more)

@@ -1,5 +1,6 @@
 """Quantize a model layer by layer, and save it.  Lessons 05 to 07."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,25 +34,31 @@ from .folding import allowed_scales, fold
 from .forward import CalibrationRun
 from .methods import Method, MethodRecipe
 
+log = logging.getLogger(__name__)
 TEXT = EMBEDDED.parent / "text" / "calibration.txt"
+COARSE = 8.0  # steps of a static int8 scale: if a typical token's largest input gets fewer, a warning says so
 MOST_TOKENS = 1 << 22  # of all calibration rows: 64 times more than usual, and far more than changes the result
 
 
-def calibration_rows(tokenizer: Tokenizer, text: str, rows: int, length: int, seed: int, bos: int | None) -> Tensor:
-    """[rows, length] token ids: stretches of the text that begin at random places.
+def calibration_rows(tokenizer: Tokenizer, text: str, rows: int, length: int, seed: int) -> Tensor:
+    """[rows, length] token ids: stretches of the text that begin at random places, each after what begins a text.
+
+    That is what `tokenizer.encode` puts before one: often <bos>, and nothing for a tokenizer that only names a <bos>.
 
     Special tokens that are written out in the text, such as "<bos>", become their ids, so a text of conversations can
     hold what separates their turns.
     Raises ConfigError if the text is shorter than one row.
     """
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
-    own = length - (bos is not None)
+    own = length - len(tokenizer.prefix)
+    if own < 1:
+        raise ConfigError(f"length={length} leaves no room for text after {len(tokenizer.prefix)} special tokens")
     if len(ids) < own:
         raise ConfigError(f"the calibration text has {len(ids)} tokens, but a row of it needs {own}: give a longer one")
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(ids) - own + 1, (rows,), generator=generator)
-    found = ids[starts[:, None] + torch.arange(own)]
-    return found if bos is None else torch.cat([torch.full((rows, 1), bos), found], 1)
+    begin = torch.tensor(tokenizer.prefix, dtype=torch.long).expand(rows, -1)
+    return torch.cat([begin, ids[starts[:, None] + torch.arange(own)]], 1)
 
 
 def _read(file: Path) -> str:
@@ -100,7 +107,7 @@ def quantize(
         raise ConfigError(f"no such calibration text: {text}")
     dense = load_model(place, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
-    check_methods(dense, methods)
+    methods = check_methods(dense, methods)
     before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
     ids, run, last = None, None, _last_calibrated(dense, methods)
     if last >= 0:
@@ -108,7 +115,7 @@ def quantize(
         length = min(length, dense.max_model_len)
         tokenizer = Tokenizer.from_pretrained(place)
         check_tokenizer(tokenizer, dense.config)
-        ids = calibration_rows(tokenizer, words, rows, length, seed, tokenizer.bos_token_id).to(device)
+        ids = calibration_rows(tokenizer, words, rows, length, seed).to(device)
     if methods.rotate:
         rotation.rotate(dense, target, seed=seed, down=_has_int8_inputs(dense, methods))
     if ids is not None:
@@ -234,7 +241,22 @@ def _rounded(
     if new.input_scale is not None and inputs is not None and format.activations is not None:
         largest = inputs.largest.amax().item() / LARGEST[format.activations.kind]
         new.input_scale.fill_(largest if largest > 0 else 1.0)  # inputs that are always 0 must stay 0
+        if format.activations.kind == "int8" and inputs.samples:
+            _warn_of_coarse(address, inputs, largest)
     return new
+
+
+def _warn_of_coarse(address: str, inputs: InputStatistics, scale: float) -> None:
+    """Say so if a static scale, made for the largest token, leaves a typical one few steps."""
+    typical = torch.cat(inputs.samples).abs().amax(1).median().item()
+    if typical < COARSE * scale:
+        log.warning(
+            "%s: the largest input is %.0f times that of a typical token, whose inputs all fall on the %.1f lowest "
+            "steps of the static scale. Without static (w8a8, smoothquant), each token has its own scale",
+            address,
+            inputs.largest.amax().item() / max(typical, 1e-30),
+            typical / scale,
+        )
 
 
 def _calibrated(method: Method, format: Int4, inputs: InputStatistics) -> Callable[[Tensor], Codes]:
@@ -264,11 +286,27 @@ def _device(name: str) -> str:
     return name
 
 
-def check_methods(model: Model, methods: MethodRecipe) -> None:
-    """Raise ConfigError unless every weight can have its method's format, and all parameters are numbers.
+def check_methods(model: Model, methods: MethodRecipe) -> MethodRecipe:
+    """What `fitted` returns. Raises ConfigError as it does, and as `check_finite` does."""
+    methods = fitted(model, methods)
+    check_finite(model)
+    return methods
 
-    And, if the model is to be rotated, unless it can be.
+
+def check_finite(model: Model) -> None:
+    """Raise ConfigError unless all parameters are numbers."""
+    stored = {address: weight.stored() for address, weight in model.addressed().items()}
+    for name, tensors in (stored | {name: [norm] for name, norm in named_norms(model).items()}).items():
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            raise ConfigError(f"{name} has numbers that are not finite: the checkpoint is broken, copy it again")
+
+
+def fitted(model: Model, methods: MethodRecipe) -> MethodRecipe:
+    """The recipe for a model, with group sizes where it names none.
+
+    Raises ConfigError unless every weight can have its method's format, and the model can be rotated if it is to be.
     """
+    methods = methods.fitted({address: weight.shape[1] for address, weight in model.addressed().items()})
     if methods.rotate:
         rotation.check_rotates(model)
     for address, weight in model.addressed().items():
@@ -290,7 +328,4 @@ def check_methods(model: Model, methods: MethodRecipe) -> None:
         raise ConfigError(f"the recipe's {', '.join(unused)} match no weight; the addresses are: {', '.join(known)}")
     if all(isinstance(methods.at(address).format(), Dense) for address in model.addressed()):
         raise ConfigError('the recipe quantizes nothing: name at least one weight, such as "layers.*", and its method')
-    stored = {address: weight.stored() for address, weight in model.addressed().items()}
-    for name, tensors in (stored | {name: [norm] for name, norm in named_norms(model).items()}).items():
-        if not all(tensor.isfinite().all() for tensor in tensors):
-            raise ConfigError(f"{name} has numbers that are not finite: the checkpoint is broken, copy it again")
+    return methods

@@ -76,17 +76,22 @@ def generate(
 
     minillm generate "The lighthouse of" --max-tokens 40
     """
-    from minillm import LLM, SamplingParams
+    from minillm import LLM, SamplingParams, Tokenizer
     from minillm.engine.llm import chat_prompt
+    from minillm.model.loader import resolve
 
     if chat and model is None:
         hint_at_trained()
     # --seed is the engine's, and seeds every request that names no seed of its own.
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop or ())
-    with LLM(model, **engine_options) as llm:
-        each: list[Prompt] = [*prompts]
-        if chat:
-            each = [chat_prompt(llm.tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+    each: list[Prompt] = [*prompts]
+    tokenizer = None
+    if chat:  # a model without a chat template is refused before its weights are read
+        place = resolve(model)
+        if isinstance(place, Path) and (place / "tokenizer.json").exists():
+            tokenizer = Tokenizer.from_pretrained(place)
+        each = [chat_prompt(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+    with LLM(model, tokenizer, **engine_options) as llm:
         if stream:
             _print_stream(llm, each, params)
             return

@@ -147,7 +147,7 @@ def quantize(
         ),
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option(help="int4, awq, gptq, w4a8: inputs that share a scale. Default: 128.")
+        int | None, typer.Option(help="int4, awq, gptq, w4a8: inputs that share a scale. Default: 128, 64 or 32.")
     ] = None,
     zero_points: Annotated[
         bool, typer.Option("--zero-points", help="The same: a zero point for each group (not symmetric).")

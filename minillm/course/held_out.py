@@ -28,7 +28,7 @@ def held_out_text(rows: int, length: int = 256) -> Tensor:
 
 def _rows_of(text: str, rows: int, length: int, seed: int) -> Tensor:
     tokenizer = Tokenizer.from_pretrained(EMBEDDED)
-    return calibration_rows(tokenizer, text, rows, length, seed, tokenizer.bos_token_id)
+    return calibration_rows(tokenizer, text, rows, length, seed)
 
 
 def log_probabilities(model: Model, ids: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ class Quality:
         assert tokenizer is not None
         ids = tokenizer.encode(load_text(), add_special_tokens=False)
         starts = torch.linspace(0, len(ids) - length, rows).long().tolist()
-        stretches = [[tokenizer.bos_token_id, *ids[start : start + length - 1]] for start in starts]
+        stretches = [[*tokenizer.prefix, *ids[start:]][:length] for start in starts]
         self.text = HeldOut(self.model, torch.tensor(stretches))
 
     def measure(self) -> Found:

@@ -23,9 +23,8 @@ from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.grammar import Grammars
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model.config import ModelConfig
-from minillm.model.loader import check_tokenizer, load_model, read_config, resolve, resolve_device
+from minillm.model.loader import check_tokenizer, load_model, read_config, resolve, resolve_device, rounded
 from minillm.pretrained import model_name
-from minillm.quantization import Recipe
 from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.executor import Executor, LocalExecutor
 from minillm.runner.launched import Launched, Results
@@ -97,7 +96,7 @@ class Engine:
             load_format=self.config.load_format,
             max_model_len=self.config.max_model_len,
             seed=self.config.seed,
-            recipe=Recipe.uncalibrated(self.config.quantization, self.config.quantized_head),
+            recipe=rounded(place, self.config.quantization, self.config.quantized_head),
             kv_cache_dtype=self.config.kv_cache_dtype,
         )
         self.model_config: ModelConfig = self.model.config

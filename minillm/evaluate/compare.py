@@ -7,6 +7,7 @@ perplexity hides because as many tokens became more likely as less likely.
 """
 
 import copy
+import logging
 import math
 import tempfile
 import time
@@ -19,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.calibration import rotation
 from minillm.calibration.forward import hidden_states
 from minillm.calibration.methods import METHODS, MethodRecipe
 from minillm.calibration.names import named
-from minillm.calibration.quantize import check_methods, quantize
+from minillm.calibration.quantize import check_finite, check_methods, fitted, quantize
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.model import Model
@@ -38,9 +38,11 @@ from .prompts import tokenizer_of
 from .sources import load_text
 from .tasks import Workload, held_out
 
+log = logging.getLogger(__name__)
 WINDOW = 1024  # tokens that are read at once, if the context holds as many
 POSITIONS = 256  # whose distributions over the vocabulary are compared at once
 NOT_FOR_COMPARING = ("quantization", "quantized_head", "load_format")
+DEFAULT = tuple(name for each in METHODS for name in ([each, "w8a8-rotate"] if each == "w8a8" else [each]))
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "nvfp4": 4, "mxfp4": 4}  # of a format; a dense weight has those of its dtype
 Z_95 = 1.959964  # 95% of a normal distribution lie within so many standard deviations
 
@@ -83,13 +85,13 @@ class Divergence:
 class Reference:
     """A model's predictions on a text, to compare another model's with.
 
+    The text is cut into windows that do not overlap, each after `prefix`: what the tokenizer puts before a text.
     Kept as final hidden states, [tokens, hidden] in all: distributions over the vocabulary would be far larger.
     """
 
-    def __init__(self, model: Model, ids: Sequence[int], bos: int | None):
-        start = [] if bos is None else [bos]
-        window = min(WINDOW, model.max_model_len - len(start))
-        self.rows = [torch.tensor([[*start, *ids[i : i + window]]]) for i in range(0, len(ids), window)]
+    def __init__(self, model: Model, ids: Sequence[int], prefix: Sequence[int]):
+        window = min(WINDOW, model.max_model_len - len(prefix))
+        self.rows = [torch.tensor([[*prefix, *ids[i : i + window]]]) for i in range(0, len(ids), window)]
         self.rows = [row.to(model.device) for row in self.rows if row.shape[1] > 1]
         if not self.rows:
             raise ConfigError("the text is too short: nothing is left to score")
@@ -128,9 +130,9 @@ class Comparison:
         self, llm: LLM, directory: Path, workload: Workload, limit: int | None = None, tokens: int | None = None
     ) -> None:
         begin, tokenizer = time.perf_counter(), tokenizer_of(llm)
-        ids = tokenizer.encode(load_text(), add_special_tokens=False)[:tokens]
+        ids = tokenizer.encode(load_text())[len(tokenizer.prefix) :][:tokens]
         self.workload, self.limit = workload, limit
-        self.reference = Reference(llm.engine.model, ids, tokenizer.bos_token_id)
+        self.reference = Reference(llm.engine.model, ids, tokenizer.prefix)
         self.first = self.reference.divergence(llm.engine.model)
         self.answers = self._answers(llm)
         self.row = self._row("float32", llm, directory, [self.first], self.first, self.answers, begin)
@@ -245,7 +247,10 @@ def compare(
     candidates = {name: candidate(name) for name in names}
     workload = held_out(task)
     with LLM(place, **in_float32(options)) as llm:
-        candidates = candidates or default_methods(llm.engine.model)
+        if not candidates:
+            candidates, left_out = default_methods(llm.engine.model)
+            for name, why in left_out.items():
+                log.warning("%s is left out: %s", name, why)
         for chosen in candidates.values():
             check(llm, chosen)
         comparison = Comparison(llm, place, workload, limit)
@@ -279,12 +284,26 @@ def check(llm: LLM, chosen: MethodRecipe | Path) -> None:
         _check_same_tokens(llm, chosen)
 
 
-def default_methods(model: Model) -> dict[str, MethodRecipe | Path]:
-    """What is compared unless it is said: all methods with their defaults, and w8a8 rotated, if the model can be."""
-    names = list(METHODS)
-    if rotation.refusal(model) is None:
-        names.insert(names.index("w8a8") + 1, "w8a8-rotate")
-    return {name: named(name) for name in names}
+def default_methods(
+    model: Model, names: Sequence[str] = DEFAULT
+) -> tuple[dict[str, MethodRecipe | Path], dict[str, str]]:
+    """What is compared unless it is said: all methods with their defaults, and w8a8 rotated; those that fit the model.
+
+    And for each method that does not fit, why. Raises ConfigError if none does, or for a broken model.
+    """
+    check_finite(model)
+    found: dict[str, MethodRecipe | Path] = {}
+    left_out = {}
+    for name in names:
+        try:
+            fitted(model, named(name))
+        except ConfigError as error:
+            left_out[name] = str(error)
+        else:
+            found[name] = named(name)
+    if not found:
+        raise ConfigError("no method fits this model: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+    return found, left_out
 
 
 def candidate(name: str) -> MethodRecipe | Path:

@@ -39,6 +39,8 @@ class MinillmLM(TemplateLM):
     """Scores and generates with `LLM`. Texts are encoded and truncated as the harness does for transformers' models.
 
     pretrained  a model's directory; default: the embedded tiny-gemma. Other arguments are the engine's options
+    prefix_token_id  what empty contexts and rolling windows begin with, as for transformers' models; default: the
+                tokenizer's bos_token, even if the tokenizer does not add it, or else eos_token
     device      the engine's; the harness's default is taken as "auto": the first GPU, or the CPU
     batch_size, max_batch_size  ignored: the engine chooses its own batches
 
@@ -54,6 +56,7 @@ class MinillmLM(TemplateLM):
         batch_size: Any = None,
         max_batch_size: Any = None,
         device: str | None = None,
+        prefix_token_id: int | None = None,
         **options: Any,
     ):
         super().__init__()
@@ -62,6 +65,9 @@ class MinillmLM(TemplateLM):
         self.max_length = self.llm.engine.max_model_len - 2
         self.batch_size = batch_size
         self.name = str(pretrained or "tiny-gemma")
+        self.custom_prefix_token_id = prefix_token_id
+        if prefix_token_id is not None:
+            self.tokenizer.token(prefix_token_id)  # raises for an id that does not exist
 
     @property
     def tokenizer_name(self) -> str:
@@ -77,7 +83,13 @@ class MinillmLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """What empty contexts and texts begin with."""
+        if self.custom_prefix_token_id is not None:
+            return self.custom_prefix_token_id
         return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness stores with its results."""
+        return {"prefix_token_id": self.prefix_token_id}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """By default, <bos> is added unless the text has it."""

@@ -2,6 +2,9 @@
 
 perplexity = exp(-1/N sum log p(token | the tokens before it)).  A model sees at most its context, so the text is cut
 into windows that overlap: each token is scored once, in the first window that holds it, with the overlap before it.
+
+Each window begins as `tokenizer.encode` begins a text: after <bos> if the tokenizer adds it, and otherwise with the
+text itself, even if the tokenizer has a <bos>. Some tokenizers name a token there that only opens the turns of a chat.
 """
 
 import math
@@ -47,24 +50,27 @@ def perplexity(
     *,
     window: int | None = None,
     stride: int | None = None,
+    prefix: Sequence[int] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Perplexity of a text or of token ids (default: the embedded held-out text) under the model.  Lesson 05.
 
-    window    tokens that the model sees at once, without the beginning-of-text token; default: 1,024, or as many as
-              its context holds
+    window    tokens of the text that the model sees at once; default: 1,024, or as many as its context holds
     stride    tokens that the window moves by; default: half the window. A smaller stride is slower and gives a
               slightly lower perplexity
+    prefix    token ids before each window, which are not scored; default: those that `tokenizer.encode` puts before a
+              text. lm-evaluation-harness always puts the tokenizer's bos_token there: [tokenizer.bos_token_id]
     progress  show a progress bar
 
-    Returns {"perplexity", "nats_per_token", "tokens" (scored), "bits_per_byte" (None for ids), "window", "stride"}.
+    Without a prefix, the first token of the text has nothing before it, and is not scored. Returns {"perplexity",
+    "nats_per_token", "tokens" (scored), "bits_per_byte" (None for ids), "window", "stride", "prefix"}.
     Raises ConfigError for a window that does not fit the context, or a text too short to score.
     """
     if text is None:
         text = load_text()
-    ids = tokenizer_of(llm).encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
-    bos = getattr(llm.tokenizer, "bos_token_id", None)
-    start = [] if bos is None else [bos]
+    usual = [] if llm.tokenizer is None else llm.tokenizer.prefix
+    ids = tokenizer_of(llm).encode(text)[len(usual) :] if isinstance(text, str) else list(text)
+    start = list(usual if prefix is None else prefix)
     room = llm.engine.max_model_len - len(start) - 1
     window = min(1024, room) if window is None else window
     if not 1 < window <= room:
@@ -77,7 +83,7 @@ def perplexity(
     for (begin, scored, stop), completion in zip(spans, done, strict=True):
         for position in range(scored, stop):
             at = position - begin + len(start)
-            if at > 0:  # without a <bos>, the text's first token has nothing before it to be predicted from
+            if at > 0:  # without a prefix, the text's first token has nothing before it to be predicted from
                 total -= prompt_logprob(completion, at, ids[position])
                 count += 1
     if count == 0:
@@ -89,4 +95,5 @@ def perplexity(
         "bits_per_byte": total / math.log(2) / len(text.encode()) if isinstance(text, str) else None,
         "window": window,
         "stride": stride,
+        "prefix": start,
     }

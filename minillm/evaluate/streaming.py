@@ -52,8 +52,7 @@ def streaming(
             raise ConfigError(f"a window of {attention_window} tokens does not fit the context of {context}")
         tokenizer = tokenizer_of(llm)
         text = tokenizer.encode(load_text(), add_special_tokens=False)
-        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        ids = [*start, *text * -(-times * context // len(text))][: times * context]
+        ids = [*tokenizer.prefix, *text * -(-times * context // len(text))][: times * context]
         scored = range(context, len(ids), every)
     window = {"attention_window": attention_window}
     ways: dict[str, dict[str, int]] = {

@@ -39,7 +39,7 @@ from .config import PRESETS, ModelConfig
 from .decoder import Model
 from .families import ARCHITECTURES
 from .input_factors import fold_input_factors
-from .modules import EMBEDDING, HEAD, Module, modules
+from .modules import EMBEDDING, HEAD, Module, layer_inputs, modules
 
 DTYPES = {
     "float64": torch.float64,
@@ -150,6 +150,11 @@ def simulated(model: Model) -> dict[str, str]:
 def _gigabytes(config: ModelConfig, dtype: str, recipe: Recipe) -> float:
     """What a model's weights take, in GB."""
     return Model(config, dtype=DTYPES[dtype], device="meta", max_model_len=1, recipe=recipe).nbytes / GB
+
+
+def rounded(place: Path | str, layers: str | None, head: str | None) -> Recipe | None:
+    """The recipe of a model that is rounded while it is read: formats of its layers and its head, by their names."""
+    return Recipe.uncalibrated(layers, head, layer_inputs(read_config(place)))
 
 
 def stored_recipe(config: ModelConfig, layout: Layout) -> Recipe:

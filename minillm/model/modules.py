@@ -35,6 +35,11 @@ def modules(config: ModelConfig) -> dict[str, list[Module]]:
     return found
 
 
+def layer_inputs(config: ModelConfig) -> set[int]:
+    """How many inputs the matrices of a model's layers have."""
+    return {part.inputs for address, parts in modules(config).items() if "." in address for part in parts}
+
+
 def _parts(prefix: str, inputs: int, **rows: int) -> list[Module]:
     found, start = [], 0
     for name, count in rows.items():

@@ -7,6 +7,7 @@ if the format is not symmetric, its own zero point (Jacob et al. 2018, section 2
 "GPTQ"). Two codes share a byte: the first is its low half.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -21,6 +22,13 @@ from .quantized import QuantizedWeight, empty_bias, input_scale
 from .weight import Codes, Format
 
 LOWEST, HIGHEST = -8, 7
+GROUP_SIZES = (128, 64, 32)  # that are chosen by default
+
+
+def fitting_group_size(inputs: Iterable[int]) -> int:
+    """The largest of GROUP_SIZES that divides all these numbers of inputs; the smallest if none does."""
+    inputs = set(inputs)
+    return next((size for size in GROUP_SIZES if not any(count % size for count in inputs)), GROUP_SIZES[-1])
 
 
 @dataclass(frozen=True)

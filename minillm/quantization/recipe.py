@@ -7,7 +7,7 @@ A weight is addressed by its layer and projection: "layers.3.qkv", "layers.3.att
 "layers.3.down", "head", and "embedding" if the model's embedding is not tied to its head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -19,7 +19,7 @@ from .activations import LARGEST, Activations
 from .dense import Dense
 from .fp4 import Mxfp4, Nvfp4
 from .fp8 import Fp8
-from .int4 import Int4
+from .int4 import Int4, fitting_group_size
 from .int8 import Int8
 from .sparse import Pruned, Sparse24
 from .weight import Format
@@ -63,10 +63,15 @@ class Recipe:
         object.__setattr__(self, "rules", formats)
 
     @classmethod
-    def uncalibrated(cls, layers: str | None, head: str | None) -> "Recipe | None":
-        """One format for all layers, and one for the head, by their names. None if neither is given."""
+    def uncalibrated(cls, layers: str | None, head: str | None, inputs: Iterable[int]) -> "Recipe | None":
+        """One format for all layers, and one for the head, by their names. None if neither is given.
+
+        inputs: how many the layers' matrices have; groups of weights are as large as fits all of them.
+        """
         chosen = {"layers.*": layers, "head": head}
         rules = {pattern: UNCALIBRATED[name] for pattern, name in chosen.items() if name is not None}
+        if isinstance(found := rules.get("layers.*"), Int4):
+            rules["layers.*"] = replace(found, group_size=fitting_group_size(inputs))
         return cls(rules) if rules else None
 
     def format(self, address: str) -> Format:

@@ -15,7 +15,16 @@ from minillm.bench.load import other_load
 from minillm.calibration.methods import MethodRecipe
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError, MinillmError, Unreachable
-from minillm.evaluate.compare import Comparison, candidate, check, default_methods, in_float32, stored, stored_bytes
+from minillm.evaluate.compare import (
+    DEFAULT,
+    Comparison,
+    candidate,
+    check,
+    default_methods,
+    in_float32,
+    stored,
+    stored_bytes,
+)
 from minillm.evaluate.tasks import Workload, held_out
 from minillm.model.loader import read_config, resolve_device, simulated
 from minillm.model.sizing import kv_bytes_per_token
@@ -65,10 +74,13 @@ class Measured:
         self.failures.append({"part": part, "version": version, "error": why})
 
 
-def versions_of(llm: LLM, place: Path, settings: Settings, options: Mapping[str, Any]) -> list[Version]:
+def versions_of(
+    llm: LLM, place: Path, settings: Settings, options: Mapping[str, Any], usual: bool = False
+) -> tuple[list[Version], dict[str, str]]:
     """The unquantized version first, in the dtype that the engine computes in, then bf16, then those of the settings.
 
-    llm: the unquantized one. Raises ConfigError for a name that is no method, no recipe file and no directory, for a
+    llm: the unquantized one. usual: whether these are the defaults. Of those, methods that do not fit are left out, and
+    the second result says why. Raises ConfigError for a name that is no method, no recipe file and no directory, for a
     directory of another model, and for a version to serve that is not measured.
     """
     dtype = str(llm.engine.model.dtype).removeprefix("torch.")
@@ -78,8 +90,9 @@ def versions_of(llm: LLM, place: Path, settings: Settings, options: Mapping[str,
     found = [Version(name, place, options)]
     if dtype != "bfloat16":
         found.append(Version(BF16, place, {**options, "dtype": "bfloat16"}))
-    if settings.versions is None:
-        chosen = default_methods(llm.engine.model)
+    left_out: dict[str, str] = {}
+    if settings.versions is None or usual:
+        chosen, left_out = default_methods(llm.engine.model, settings.versions or DEFAULT)
     else:
         chosen = {name: candidate(name) for name in settings.versions if name not in (BF16, found[0].name)}
     for name, each in chosen.items():
@@ -89,7 +102,7 @@ def versions_of(llm: LLM, place: Path, settings: Settings, options: Mapping[str,
     names = [each.name for each in found]
     if unknown := [name for name in settings.served or () if name not in names]:
         raise ConfigError(f"--serve {unknown[0]} is not measured: it must be one of {', '.join(names)}")
-    return found
+    return found, left_out
 
 
 def facts(llm: LLM, place: Path) -> dict[str, Any]:

@@ -71,7 +71,9 @@ def run(
             served=served,
             price=price,
         )
-        chosen = measure.versions_of(llm, place, settings, options)
+        chosen, left_out = measure.versions_of(llm, place, settings, options, usual=not versions)
+    for name, why in left_out.items():
+        say(f"{name} is left out: {why}")
     found = measure.measure(place, chosen, settings, options, say)
     content = records.record(found.rows, begun)
     content |= {
@@ -79,6 +81,7 @@ def run(
         "remark": rounded_before.remark if (rounded_before := origin(place)) else "",
         "embedded": place == EMBEDDED,
         "compared": [version.name for version in chosen],
+        "left_out": left_out,
         "facts": facts,
         "settings": settings.as_record(),
         "threads": measure.threads(),

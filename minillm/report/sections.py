@@ -78,7 +78,9 @@ def _model(record: Record) -> Section:
         "are compared with it."
     )
     says = ["This is a quick report: few questions and short runs. Its figures are rougher than those of a full one."]
-    return Section("model", "The model and the machine", about, says if settings["quick"] else (), [Table((), lines)])
+    says = says if settings["quick"] else []
+    says += [f"{name} is left out: {why}." for name, why in record.get("left_out", {}).items()]
+    return Section("model", "The model and the machine", about, says, [Table((), lines)])
 
 
 def _accuracy(record: Record) -> Section:

@@ -25,6 +25,7 @@ class Tokenizer:
     """A tokenizer read from a model's directory.  Lesson 01.
 
     bos_token_id, eos_token_id  ids, or None if the directory names no such token
+    prefix                      ids that `encode` puts before a text: <bos>, or nothing (even if there is a bos_token)
     vocab_size                  number of tokens, including added ones
     """
 
@@ -36,7 +37,7 @@ class Tokenizer:
             normalize = build_normalizer(tokenizer.get("normalizer"))
             self._added = AddedTokens(added, normalize)
             self._pre_tokenize = build_pre_tokenizer(tokenizer.get("pre_tokenizer"))
-            self._prefix, self._suffix = _build_template(tokenizer.get("post_processor"))
+            self.prefix, self._suffix = _build_template(tokenizer.get("post_processor"))
             self._decoder_spec = tokenizer.get("decoder")
             self.new_decoder()
         except (KeyError, TypeError, AttributeError) as error:
@@ -102,7 +103,7 @@ class Tokenizer:
             else:
                 for word in self._pre_tokenize(piece, at_start):
                     ids += self._model.encode(word)
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+        return [*self.prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`.  Lesson 01.

@@ -39,7 +39,7 @@ def run(*words):
 def held_out_rows(rows):
     """Token ids [rows, 256] of text that no calibration reads."""
     tokenizer = Tokenizer.from_pretrained(EMBEDDED)
-    return calibration_rows(tokenizer, load_text(), rows, 256, seed=5, bos=tokenizer.bos_token_id)
+    return calibration_rows(tokenizer, load_text(), rows, 256, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_each_layer_runs_twice_in_calibration(monkeypatch, tmp_path):
 def test_a_layer_is_calibrated_on_the_quantized_layers_before_it(tmp_path):
     quantize(None, MethodRecipe.of(Method("smoothquant", static=True)), tmp_path / "out", rows=4, length=64)
     model, tokenizer = load_model(tmp_path / "out", dtype="float32"), Tokenizer.from_pretrained(EMBEDDED)
-    ids = calibration_rows(tokenizer, module.TEXT.read_text(encoding="utf-8"), 4, 64, 0, tokenizer.bos_token_id)
+    ids = calibration_rows(tokenizer, module.TEXT.read_text(encoding="utf-8"), 4, 64, 0)
     run = CalibrationRun(model, ids)
     for layer in model.layers:
         largest = run.record(layer, {"qkv": layer.qkv})["qkv"].largest.max().item()

@@ -67,7 +67,7 @@ def divergence(model, rows):
 @pytest.fixture(scope="module")
 def held_out():
     tokenizer = Tokenizer.from_pretrained(EMBEDDED)
-    return calibration_rows(tokenizer, load_text(), 4, 256, seed=5, bos=tokenizer.bos_token_id)
+    return calibration_rows(tokenizer, load_text(), 4, 256, seed=5)
 
 
 @pytest.fixture(scope="module")

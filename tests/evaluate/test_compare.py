@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 import sys
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def ids():
 
 @pytest.fixture(scope="module")
 def reference(ids):
-    return Reference(load_model(dtype="float32"), ids[:3000], bos=2)
+    return Reference(load_model(dtype="float32"), ids[:3000], [2])
 
 
 def quantized(tmp_path, method, rows=4, length=128, seed=0, layers="layers.*"):
@@ -47,7 +48,7 @@ def quantized(tmp_path, method, rows=4, length=128, seed=0, layers="layers.*"):
 
 def test_a_models_divergence_from_itself_is_zero_and_its_perplexity_is_the_engines(ids):
     model = load_model(dtype="float32")
-    found = Reference(model, ids[:900], bos=2).divergence(model)
+    found = Reference(model, ids[:900], [2]).divergence(model)
     assert abs(found.kl) < 1e-9
     with LLM(dtype="float32") as llm:
         from minillm.evaluate import perplexity
@@ -63,7 +64,7 @@ def test_kl_and_perplexity_have_their_definitions(ids, tmp_path):
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, 96, (40,), generator=generator).tolist()
     p.max_model_len = 17  # so that windows have 16 tokens after <bos>
-    found = Reference(p, text, bos=2).divergence(q)
+    found = Reference(p, text, [2]).divergence(q)
     kl, surprise, count = 0.0, 0.0, 0
     for start in range(0, 40, 16):
         row = torch.tensor([[2, *text[start : start + 16]]])
@@ -137,7 +138,7 @@ def test_a_comparison_with_a_quantized_cache_measures_from_a_float32_one(quick):
 
 def test_awq_and_gptq_diverge_less_than_int4_in_groups_of_32(ids, tmp_path):
     """The smallest groups leave them the least to gain. One layer: the record has the whole model and all groups."""
-    reference, layer = Reference(load_model(dtype="float32"), ids[:1000], bos=2), "layers.1.*"
+    reference, layer = Reference(load_model(dtype="float32"), ids[:1000], [2]), "layers.1.*"
     found = {
         name: statistics.median(
             reference.divergence(quantized(tmp_path, Method(name, 32), rows=16, seed=seed, layers=layer)).kl
@@ -155,7 +156,7 @@ def rows_of(record: str) -> dict[str, dict]:
 
 def test_the_record_has_every_method_and_keeps_the_bounds():
     rows = rows_of("quantization")
-    assert set(rows) == {"float32", *default_methods(load_model())}
+    assert set(rows) == {"float32", *default_methods(load_model())[0]}
     for row in rows.values():
         assert row["questions"] == 2160 and len(row["kl_of_seeds"]) == 1
         assert row["loss_points"] == pytest.approx(100 * (rows["float32"]["accuracy"] - row["accuracy"]), abs=0.011)
@@ -232,17 +233,43 @@ def test_of_several_calibrations_the_median_is_the_result(quick):
         assert row["kl"] == sorted(row["kl_of_seeds"])[1]
 
 
+FITTING = {"hidden_size": 64, "intermediate_size": 128}
+
+
 @pytest.mark.parametrize(
     ("family", "rotated"), [("gemma-grouped", ["w8a8-rotate"]), ("gemma2-multi-query", []), ("rotated", [])]
 )
 def test_all_methods_are_compared_unless_it_is_said_and_w8a8_rotated_where_the_model_can_be(family, rotated, tmp_path):
-    models.make("gemma-grouped" if family == "rotated" else family).save_pretrained(tmp_path)
+    models.make("gemma-grouped" if family == "rotated" else family, **FITTING).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="float32")
     if family == "rotated":
         rotate(model, torch.float32, down=False)
-    found = default_methods(model)
+    found, left_out = default_methods(model)
     assert found == {name: named(name) for name in (*METHODS, *rotated)}
     assert list(found)[:5] == ["int8", "int4", "fp8", "w8a8", *rotated, "smoothquant"][:5]
+    assert list(left_out) == ([] if rotated else ["w8a8-rotate"])
+    assert rotated or re.search("cannot be rotated|rotated already", left_out["w8a8-rotate"])
+
+
+def test_methods_that_do_not_fit_a_model_are_left_out_with_a_line_that_says_why(monkeypatch, tmp_path, caplog):
+    """Of 48 and 80 inputs, no power of two from 32 divides both."""
+    models.make("gemma-grouped", vocab_size=4096).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((EMBEDDED / "tokenizer.json").read_bytes())
+    monkeypatch.setattr(MODULE, "load_text", lambda: load_text()[:500])
+    monkeypatch.setattr(MODULE, "quantize", lambda *_, **__: pytest.fail("a method is tried"))
+    rows = compare([], tmp_path, limit=2, device="cpu")
+    assert next(rows)["quantization"] == "float32"
+    found, left_out = default_methods(load_model(tmp_path, dtype="float32"))
+    assert list(left_out) == ["int4", "awq", "gptq", "w4a8", "mxfp4"] and len(found) == len(METHODS) + 1 - 5
+    assert caplog.messages == [f"{name} is left out: {why}" for name, why in left_out.items()]
+    assert all("layers.0.qkv: " in why and "48 inputs" in why for why in left_out.values())
+
+
+def test_a_broken_model_is_not_one_that_no_method_fits():
+    model = load_model(dtype="float32")
+    model.layers[0].mlp_norm.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="layers.0.post_attention_layernorm.weight has numbers that are not finite"):
+        default_methods(model)
 
 
 @pytest.mark.parametrize(
@@ -278,4 +305,4 @@ def test_names_that_cannot_be_compared_are_refused_before_any_work(names, option
 
 def test_a_text_without_a_token_to_predict_is_refused():
     with pytest.raises(ConfigError, match="too short"):
-        Reference(SimpleNamespace(max_model_len=16, device="cpu"), [], bos=2)
+        Reference(SimpleNamespace(max_model_len=16, device="cpu"), [], [2])

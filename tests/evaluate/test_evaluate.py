@@ -20,7 +20,7 @@ ROW = {"question": "How many legs has a goose?", "subject": "farm_animals", "cho
 class Words:
     """A whole-word tokenizer; a space belongs to the word after it."""
 
-    bos_token_id = 0
+    bos_token_id, prefix = 0, (0,)
 
     def __init__(self):
         self.ids = {"<bos>": 0}

@@ -236,3 +236,19 @@ def test_run_as_a_module_it_is_the_harnesss_command_line_with_our_model():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=DATA.parent, capture_output=True, text=True)
     assert done.stdout == "MinillmLM\n", done.stderr[-2000:]
+
+
+def test_a_prefix_can_be_chosen_as_for_transformers_models_and_is_in_the_record(named_bos):
+    from lm_eval.models.huggingface import HFLM
+
+    requests = asked("loglikelihood_rolling", ("The mill grinds the corn. " * 12,))
+    found = {}
+    for prefix in (None, 77):
+        options = {"dtype": "float32", "device": "cpu", "prefix_token_id": prefix}
+        own = MinillmLM(str(named_bos), **options)
+        theirs = HFLM(pretrained=str(named_bos), max_length=own.max_length, batch_size=1, **options)
+        (found[prefix],) = own.loglikelihood_rolling(requests, disable_tqdm=True)
+        assert found[prefix] == pytest.approx(theirs.loglikelihood_rolling(requests, disable_tqdm=True)[0], abs=1e-2)
+        assert own.get_model_info() == {"prefix_token_id": theirs.prefix_token_id}
+        own.llm.close()
+    assert found[None] != pytest.approx(found[77], abs=0.1)

@@ -231,7 +231,7 @@ def test_a_cache_of_another_type_is_in_the_unquantized_versions_name(made, tmp_p
 
     with LLM(kv_cache_dtype="int8", device="cpu") as llm:
         settings = settle(tmp_path, 2048, gpu=False, versions=["int8"], task="isles")
-        found = measure.versions_of(llm, tmp_path, settings, {"kv_cache_dtype": "int8"})
+        found, _ = measure.versions_of(llm, tmp_path, settings, {"kv_cache_dtype": "int8"})
     assert [version.name for version in found] == ["float32, int8 cache", "bf16", "int8"]
 
 

@@ -176,4 +176,25 @@ FAULTS = (
         'if method.calibrated and address == "embedding":',
         f"{TESTS} -k before_any_work",
     ),
+    Fault(
+        "a recipe's groups fit all weights of the model instead of its own",
+        "minillm/calibration/methods.py",
+        "for address, count in inputs.items() if self.at(address) is method]",
+        "for address, count in inputs.items()]",
+        "tests/calibration/test_shapes.py -k each_rule",
+    ),
+    Fault(
+        "a model rounded while it is read has groups of 128 whatever its inputs are",
+        "minillm/quantization/recipe.py",
+        "replace(found, group_size=fitting_group_size(inputs))",
+        "found",
+        "tests/calibration/test_shapes.py -k defaults_on_such",
+    ),
+    Fault(
+        "static FP8 scales are warned about as INT8's are",
+        QUANTIZE,
+        'if format.activations.kind == "int8" and inputs.samples:',
+        "if inputs.samples:",
+        "tests/calibration/test_shapes.py -k few_steps",
+    ),
 )

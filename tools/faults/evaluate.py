@@ -62,10 +62,10 @@ FAULTS = (
         f"{COMPARE_TESTS} -k median_is",
     ),
     Fault(
-        "the default comparison rotates models that cannot be rotated",
+        "the default comparison takes methods that do not fit the model",
         COMPARE,
-        "if rotation.refusal(model) is None:",
-        "if model:",
+        "            fitted(model, named(name))\n",
+        "            pass\n",
         f"{COMPARE_TESTS} -k unless_it_is_said",
     ),
     Fault(
@@ -172,5 +172,12 @@ FAULTS = (
         "yield max(0, stop - window), scored, stop",
         "yield max(0, stop - window), max(0, stop - window), stop",
         f"{TESTS} -k score_every_token_once",
+    ),
+    Fault(
+        "perplexity begins each window with a bos_token that the tokenizer does not add",
+        PERPLEXITY,
+        "usual = [] if llm.tokenizer is None else llm.tokenizer.prefix",
+        "usual = [] if llm.tokenizer is None else [llm.tokenizer.bos_token_id]",
+        "tests/evaluate/test_prefix.py -k perplexity_is",
     ),
 )

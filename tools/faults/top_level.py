@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "a chat on the command line starts with two beginning-of-text tokens",
         "minillm/cli/__init__.py",
-        '[chat_prompt(llm.tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]',
-        '[llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]',
+        '[chat_prompt(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]',
+        '[tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in prompts]',
         "tests/project/test_cli.py -k one_beginning_of_text",
     ),
     Fault(

@@ -24,7 +24,7 @@ STRENGTHS = tuple(step / 20 for step in range(20))
 # is no longer half a step beyond the last level.
 RANGES = (1.0, *(step / 40 for step in range(20, 44) if step != 40))
 SMALLEST = 1e-4  # scales below it are raised to it, as in the authors' code
-LARGE = 1 << 22  # weights of a matrix from which on the search reads only some of its rows
+LARGE = 1 << 19  # weights of a matrix from which on the search reads only some of its rows
 SEARCHED = 512  # rows that it then reads
 
 
@@ -71,8 +71,13 @@ def scales_for(magnitude: Tensor, strength: float) -> Tensor:
 def rounded_to_nearest(weight: Tensor, format: Int4, shrink: Tensor | float = 1.0) -> Codes:
     """weight [rows, in] in groups of the format. shrink: multiplies the range of each group [rows, groups]."""
     grouped = weight.view(len(weight), -1, format.group_size)
-    scales, zeros = scales_of(grouped, format, shrink)
-    return Codes(round_to_int4(grouped, scales, zeros).view_as(weight), scales, zeros)
+    return _rounded(grouped, grouped, format, shrink)
+
+
+def _rounded(grouped: Tensor, ends: Tensor, format: Int4, shrink: Tensor | float) -> Codes:
+    """ends [rows, groups, n]: the smallest and the largest weight of each group, or all of them."""
+    scales, zeros = scales_of(ends, format, shrink)
+    return Codes(round_to_int4(grouped, scales, zeros).flatten(1), scales, zeros)
 
 
 def search_clipping(weight: Tensor, inputs: InputStatistics, format: Int4) -> Codes:
@@ -88,9 +93,11 @@ def search_clipping(weight: Tensor, inputs: InputStatistics, format: Int4) -> Co
     own = torch.stack([moment[group, :, group] for group in range(groups)])  # [groups, size, size]
     best = torch.full((rows, groups), float("inf"), dtype=weight.dtype, device=weight.device)
     chosen = torch.ones_like(best)
+    grouped = weight.view(rows, groups, size)
+    ends = torch.stack(grouped.aminmax(dim=-1), -1)  # all that a group's scales depend on, found once
     for shrink in RANGES:
-        difference = (rounded_to_nearest(weight, format, shrink).dequantize() - weight).view(rows, groups, size)
+        difference = (_rounded(grouped, ends, format, shrink).dequantize() - weight).view(rows, groups, size)
         error = (torch.einsum("rgi,gij->rgj", difference, own) * difference).sum(-1)
         chosen = torch.where(error < best, shrink, chosen)
         best = torch.minimum(best, error)
-    return rounded_to_nearest(weight, format, chosen)
+    return _rounded(grouped, ends, format, chosen)
