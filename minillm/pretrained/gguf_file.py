@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 # An architecture in GGUF's own words -> in config.json's. transformers reads others too, but the engine does not.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "MistralForCausalLM"),
-    "mistral": ("MistralForCausalLM",),
     "qwen2": ("Qwen2ForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
     "gemma2": ("Gemma2ForCausalLM",),
     "gemma3": ("Gemma3ForCausalLM",),
 }
+# Files do not state these values, which transformers sets as most models have them: head_dim, on which they depend.
+HEAD_DIMS = {"qwen3": 128, "gemma2": 256, "gemma3": 256}
 # What these architectures have; another tensor means another computation, which transformers would leave out.
 TENSOR = re.compile(
     r"(token_embd|output|output_norm)\.weight"
@@ -138,6 +139,12 @@ def _checked(file: Path) -> "Header":
             f"{file}: rope scaling ({shown(scaling)}) is not supported in GGUF files: use the model's directory with "
             "safetensors"
         )
+    head_dim = HEAD_DIMS.get(header.architecture)
+    if head_dim != (found := header.metadata.get(f"{header.architecture}.attention.key_length", head_dim)) and head_dim:
+        raise ConfigError(
+            f"{file}: heads of {shown(found)} numbers are not supported in GGUF files of {header.architecture}, only "
+            f"of {head_dim}: use the model's directory with safetensors"
+        )
     kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind not in TOKENIZERS:
         raise ConfigError(f"{file}: the tokenizer {shown(kind)} is not supported; it must be {' or '.join(TOKENIZERS)}")
@@ -172,7 +179,7 @@ def convert_into(
     header = _checked(file)
     with _quiet():
         _write_tokenizer(target, file, header.metadata)
-        nbytes = _write_model(target, file)
+        nbytes = _write_model(target, file, len(header.tensors))
     say(f"{nbytes / MB:,.0f} MB of weights")
     rounded = sorted({each.type for each in header.tensors.values()} - {*PLAIN})
     return cache.Origin(source, sha256, ", ".join(rounded), license)
@@ -208,8 +215,8 @@ def _write_tokenizer(target: Path, file: Path, metadata: Mapping[str, Any]) -> N
         path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _write_model(target: Path, file: Path) -> int:
-    """Write weights and configurations; the bytes of the weights."""
+def _write_model(target: Path, file: Path, count: int) -> int:
+    """Write weights and configurations; the bytes of the weights. count: of the file's tensors."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -223,6 +230,11 @@ def _write_model(target: Path, file: Path) -> int:
     tensors = {name: _smallest(each.detach()) for name, each in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
+    if len(tensors) != count:  # transformers drops what it has no place for, such as biases
+        raise ConfigError(
+            f"{file} has {count} tensors, and its kind of model has {len(tensors)}: use the model's directory with "
+            "safetensors"
+        )
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
     dtypes = {each.dtype for each in tensors.values()}
     config = model.config.to_dict()

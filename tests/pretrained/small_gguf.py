@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map, quants
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter, quants
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tests.models import make
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # "Ġ" is a space's character. "Â" is the first byte of "½": a space and "½" would merge across a digit's border.
@@ -79,29 +81,9 @@ def write(path: Path, kind: Kind = Kind.Q4_1, table: Kind = Kind.Q8_0, **changes
             eos_token_id=2,
         )
     ).eval()
-    writer = GGUFWriter(path, given.architecture)
-    writer.add_name("Small")
+    writer = _writer(path, given.architecture, twin.config, given.tokenizer, given.split)
     writer.add_license("apache-2.0")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_dimension_count(HEAD)
-    writer.add_rope_freq_base(5000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens()))
-    writer.add_tokenizer_model(given.tokenizer)
-    writer.add_tokenizer_pre(given.split)
-    writer.add_token_list(tokens())
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens()) - len(SPECIAL)))  # 3: a control token
-    writer.add_token_merges([" ".join(pair) for pair in MERGES])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
     for name, text in given.fields.items():
         writer.add_string(name, text)
     with torch.no_grad():
@@ -118,11 +100,78 @@ def write(path: Path, kind: Kind = Kind.Q4_1, table: Kind = Kind.Q8_0, **changes
             parameter.copy_(torch.from_numpy(_halves(stored, heads)))
     for name, values in given.tensors.items():
         writer.add_tensor(name, np.asarray(values, np.float32))
+    _finish(writer)
+    return twin
+
+
+def write_family(path: Path, name: str, **changes: object) -> PreTrainedModel:
+    """Write a model of tests/models.py in float32; the model.
+
+    changes: of its configuration, besides those that make it one whose values a file can state.
+    """
+    family = name.split("-")[0]
+    assumed = {
+        "llama3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+        "qwen3": {"head_dim": 128},
+        "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0}
+        | {"final_logit_softcapping": 30.0},
+        "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    }
+    twin = make(name, vocab_size=len(tokens()), **assumed.get(family, {}) | changes).eval()
+    architecture = {"llama3": "llama"}.get(family, family)
+    config = twin.config
+    writer = _writer(path, architecture, config, "gpt2", "gpt-2")
+    if family != "qwen2":
+        writer.add_key_length(config.head_dim)
+    if architecture == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    if family.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    known = get_tensor_name_map(MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    for key, parameter in twin.named_parameters():
+        values = parameter.detach().numpy()
+        if family.startswith("gemma") and key.endswith("norm.weight"):
+            values = values + 1  # as llama.cpp's converter does
+        if architecture == "llama" and ("q_proj" in key or "k_proj" in key):
+            heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+            values = _interleaved(values, heads, config.head_dim)
+        writer.add_tensor(known.get_name(key, try_suffixes=(".weight", ".bias")), values)
+    _finish(writer)
+    return twin
+
+
+def _writer(path: Path, architecture: str, config: PretrainedConfig, tokenizer: str, split: str) -> GGUFWriter:
+    """A writer that has the metadata that all these models have."""
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer = GGUFWriter(path, architecture)
+    writer.add_name("Small")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens())
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens()) - len(SPECIAL)))  # 3: a control token
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+    return writer
+
+
+def _finish(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return twin
 
 
 def _name(name: str) -> tuple[str, int]:
@@ -145,11 +194,11 @@ def _name(name: str) -> tuple[str, int]:
     return f"blk.{layer}.{own}.weight", heads
 
 
-def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
+def _interleaved(values: np.ndarray, heads: int, size: int = HEAD) -> np.ndarray:
     """Rows of heads in llama.cpp's order for rotation: the two numbers of a pair next to each other."""
     if not heads:
         return values
-    return values.reshape(heads, 2, HEAD // 2, -1).swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(heads, 2, size // 2, -1).swapaxes(1, 2).reshape(values.shape)
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from minillm.model.loader import read_header, resolve
 from minillm.pretrained import gguf_file, origin
 from tests.pretrained import small_gguf
 
+GEMMAS = ("gemma2-multi-query", "gemma3-multi-query")
 IDS = torch.tensor([[1, 40, 90, 17, 230, 262, 3, 3, 128, 77]])
 
 
@@ -52,6 +53,22 @@ def expected(twin, ids=IDS) -> torch.Tensor:
 def test_the_model_has_the_logits_of_the_weights_that_the_file_holds(small):
     _, twin, directory = small
     torch.testing.assert_close(logits(directory), expected(twin), rtol=0, atol=1e-6)  # the file has eps in float32
+
+
+@pytest.mark.parametrize("name", ["llama3-tied-head-dim", "qwen2-grouped", "qwen3-grouped", *GEMMAS])
+def test_every_supported_family_has_the_logits_of_its_model(tmp_path, name):
+    twin = small_gguf.write_family(tmp_path / "file.gguf", name)
+    with torch.inference_mode():
+        wanted = twin(IDS).logits[0]
+    found = logits(gguf_file.directory(tmp_path / "file.gguf"))
+    assert wanted.std() > 0.3
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_heads_of_another_size_than_transformers_assumes_are_refused(tmp_path):
+    small_gguf.write_family(tmp_path / "file.gguf", "qwen3-grouped", head_dim=64)
+    with pytest.raises(ConfigError, match="heads of 64 numbers are not supported in GGUF files of qwen3, only of 128"):
+        resolve(tmp_path / "file.gguf")
 
 
 @pytest.mark.parametrize(
@@ -151,9 +168,10 @@ def test_the_hash_of_a_file_is_computed_again_only_after_a_change(tmp_path):
         ({"fields": {"llama.rope.scaling.type": "yarn"}}, r"rope scaling \('yarn'\)"),
         ({"tokenizer": "bert"}, "the tokenizer 'bert' is not supported"),
         ({"split": "deepseek-llm"}, "splits text in a way, 'deepseek-llm', that is not supported"),
+        ({"tensors": {"blk.0.attn_q.bias": [1.0] * 64}}, "has 21 tensors, and its kind of model has 20"),
         ({"without": "blk.1.ffn_up.weight"}, r"layers\.1\.mlp\.up_proj.* is missing"),
     ],
-    ids=["architecture", "llama 3's frequencies", "experts", "yarn", "tokenizer", "split", "missing"],
+    ids=["architecture", "llama 3's frequencies", "experts", "yarn", "tokenizer", "split", "biases", "missing"],
 )
 def test_what_cannot_be_read_is_refused_by_name_and_leaves_nothing(tmp_path, cache, changes, message):
     file = tmp_path / "file.gguf"

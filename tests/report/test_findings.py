@@ -65,6 +65,13 @@ def test_another_model_that_guesses_about_the_invented_world_is_told_to_ask_mmlu
     assert ("--tasks mmlu" in " ".join(findings.accuracy(given))) == told
 
 
+def test_a_model_whose_weights_were_rounded_before_is_said_to_be_one_where_losses_are_shown():
+    given = record(quality("float32"), quality("int8"), remark="its weights were rounded to Q4_1", failures=[])
+    caution = "Caution: its weights were rounded to Q4_1. All losses here are compared with it, not with the original."
+    assert caution in findings.accuracy(given) and caution in sections.summary(given, [])
+    assert not findings.origin(record(remark="")) and not findings.origin(record())
+
+
 def test_wilsons_interval_is_within_0_and_1_and_has_its_known_value():
     assert findings.interval(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
     assert findings.interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
