@@ -1,4 +1,4 @@
-# minillm: `make demo` and `make test` need Python 3.11 to 3.13 and make; everything else is installed into .venv.
+# minillm: `make demo` and `make test` need Python 3.11 to 3.14 and make; everything else is installed into .venv.
 #
 #   TORCH_INDEX=URL   index to install torch from (a CPU-only index saves several GB on Linux without a GPU)
 #   PYTHON=python3.12 Python that creates .venv; by default the first of PYTHONS that fits
@@ -6,7 +6,7 @@
 
 SHELL := /bin/bash
 VENV := .venv
-PYTHONS := python3.11 python3.12 python3.13 python3 python
+PYTHONS := python3.11 python3.12 python3.13 python3 python python3.14
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' requirements.lock)
@@ -46,14 +46,14 @@ setup: $(READY)
 # A name on PATH may be a shim that cannot start: each candidate is run before it is chosen.
 $(BIN)/python:
 	@for python in $(or $(PYTHON),$(PYTHONS)); do \
-	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then \
+	  if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null; then \
 	    echo "making $(VENV) with $$($$python --version)"; \
 	    $$python -m venv $(VENV) && exit 0; \
 	    echo 'python -m venv failed; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; \
 	  fi; \
 	  found="$$found $$python ($$($$python --version 2>/dev/null || echo 'cannot be run'))"; \
 	done; \
-	echo "minillm needs Python 3.11, 3.12 or 3.13. Tried:$$found." >&2; \
+	echo "minillm needs Python 3.11, 3.12 or 3.13 (3.14: not tested). Tried:$$found." >&2; \
 	echo 'Install one ("apt install python3 python3-venv", "uv python install 3.13", or from python.org) and name it:' \
 	  'make PYTHON=/path/to/python3.13' >&2; exit 1
 

@@ -9,7 +9,7 @@
     python make.py setup --torch-index URL        only the environment, torch from that index
     python make.py demo --dry-run                 print the commands
 
-It needs Python 3.11, 3.12 or 3.13 and installs everything else into .venv.
+It needs Python 3.11 to 3.14 and installs everything else into .venv.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main() -> None:
         for variables, words in [*todo, *commands(given.target, more)]:
             print(*(f"{name}={value}" for name, value in variables.items()), *words)
         return
-    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+    if not (3, 11) <= sys.version_info[:2] < (3, 15):
         sys.exit(
             f"minillm needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {sys.version.split()[0]}: run make.py "
             "with one of them (from python.org, or `uv python install 3.13`)"

@@ -25,7 +25,7 @@ LOAD_SECONDS, BUSY = 0.5, 0.25  # how long to look at other programs; from how m
 MEMORY_GIB, DISK_GIB = 4, 4  # enough for the tests and a lesson's kernel at the same time
 CAPABILITY = (8, 0)  # bfloat16, and the shared memory that the kernels are compiled for
 GPU_GIB = 7  # 5 for the weights of Gemma 2B, the rest for its cache and a step; cards of "8 GB" report a little less
-PYTHONS = ((3, 11), (3, 12), (3, 13))
+TESTED, UNTESTED = ((3, 11), (3, 12), (3, 13)), ((3, 14),)  # versions of Python
 EXTRAS = {
     "serve": "minillm serve",
     "compare": "comparisons with transformers, question sets",
@@ -101,8 +101,10 @@ def main() -> int:
 def _python() -> Finding:
     version = platform.python_version()
     found = f"{version} on {platform.system()} {platform.machine()}, {cores.available()} cores"
-    if sys.version_info[:2] in PYTHONS:
+    if sys.version_info[:2] in TESTED:
         return Finding("Python", found)
+    if sys.version_info[:2] in UNTESTED:
+        return Finding("Python", f"{found}; not tested")
     return Finding("Python", found, "FAIL", "install Python 3.11, 3.12 or 3.13 and make a new environment with it")
 
 

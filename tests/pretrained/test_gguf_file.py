@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from minillm import LLM, ConfigError, Tokenizer
 from minillm.model import load_model
+from minillm.model.checkpoint import read_header
 from minillm.model.families import ARCHITECTURES
-from minillm.model.loader import read_header, resolve
+from minillm.model.loader import resolve
 from minillm.pretrained import gguf_file, origin
 from tests.pretrained import small_gguf
 

@@ -87,14 +87,14 @@ def test_the_environment_is_made_with_the_first_python_that_fits(tmp_path):
 def test_a_named_python_that_does_not_fit_is_an_error_and_no_other_is_taken(tmp_path):
     done = set_up(tmp_path, given="python3", python3_11="3.11.7", python3="3.10.2")
     assert done.returncode != 0 and not (tmp_path / ".venv").exists()
-    assert "needs Python 3.11, 3.12 or 3.13. Tried: python3 (Python 3.10.2)." in done.stderr
+    assert "needs Python 3.11, 3.12 or 3.13 (3.14: not tested). Tried: python3 (Python 3.10.2)." in done.stderr
     assert "make PYTHON=/path/to/python3.13" in done.stderr
 
 
 def test_without_a_python_that_fits_make_says_what_it_tried_and_how_to_get_one(tmp_path):
-    done = set_up(tmp_path, python3_12="0.0.0", python3="3.14.0", python="2.7.18")
+    done = set_up(tmp_path, python3_12="0.0.0", python3="3.15.0", python="2.7.18")
     assert done.returncode != 0
-    tried = "python3.12 (cannot be run) python3 (Python 3.14.0) python (Python 2.7.18)"
+    tried = "python3.12 (cannot be run) python3 (Python 3.15.0) python (Python 2.7.18)"
     assert f"Tried: {tried}." in done.stderr and "uv python install 3.13" in done.stderr
 
 
