@@ -120,6 +120,10 @@ class Grammars:
             made = _compile(*self._tokenizer(), kind, text)
         except RecursionError:
             raise InvalidRequest(f"{kind} cannot be used: it is nested too deeply") from None
+        except BaseException as error:  # a panic of the library is no Exception, and would end the server's thread
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            raise InvalidRequest(f"{kind} cannot be used: llguidance fails on it: {said(str(error))}") from None
         with self._lock:
             self._kept[kind, text] = made
             while len(self._kept) > KEPT:

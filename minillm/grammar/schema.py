@@ -269,7 +269,7 @@ def _check_multiples(schema: Part) -> None:
             left += [(step(pointer, name), each) for name, each in _members(part)]
         if isinstance(part, dict):
             number = part.get("multipleOf")
-            if isinstance(number, (int, float)) and number > 0:
+            if _number(number) and number > 0:
                 exact = Decimal(str(number)).normalize()
                 least = math.lcm(least, int(exact.scaleb(max(0, -int(exact.as_tuple().exponent)))))
                 if least > MOST_MULTIPLE:

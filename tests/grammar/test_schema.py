@@ -98,6 +98,7 @@ REFUSED = [
         "0 itself cannot be left out.*use",
     ),
     ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, "#/exclusiveMaximum", "use maximum with"),
+    ({"multipleOf": True}, "#", "Expected f64 for 'multipleOf'"),
     (record({"a": {"multipleOf": 10_007}}), "#/properties/a/multipleOf", "least common multiple"),
     ({"allOf": [{"multipleOf": 101}, {"multipleOf": 103}]}, "#/allOf/", "least common multiple"),
     # names
@@ -176,6 +177,12 @@ def test_every_text_that_ends_follows_its_schema(grammars, tokenizer, schema):
         if end == STOP:
             draft(schema).validate(json.loads(text))
     assert STOP in ends or schema == record(required=["b"])  # its other names have random lengths
+
+
+def test_a_schema_on_which_the_library_panics_is_refused(grammars):
+    """It cuts a value that it quotes in the middle of a character. Its panic is a BaseException."""
+    with pytest.raises(InvalidRequest, match="^json_schema cannot be used: llguidance fails on it: .*boundary"):
+        matcher(grammars, {"minLength": "é" * 100})
 
 
 def test_a_nested_schema_is_refused_and_not_a_crash(grammars):
