@@ -69,13 +69,6 @@ FAULTS = (
         "tests/grammar/test_matcher.py -k made_once",
     ),
     Fault(
-        "the first request with a grammar waits until the vocabulary is made",
-        "minillm/engine/engine.py",
-        "self.grammars.make_tokenizer_in_background()",
-        "pass",
-        "tests/engine/test_structured_output.py -k engine_starts",
-    ),
-    Fault(
         "a refusal names the whole schema and not its part",
         SCHEMA,
         "if named else None",
