@@ -391,8 +391,11 @@ class _HasVocabulary(Protocol):
 
 
 def check_tokenizer(tokenizer: _HasVocabulary, config: ModelConfig) -> None:
-    """Raise ConfigError if a tokenizer has ids beyond the model's vocabulary; fewer are fine (models pad theirs)."""
-    if tokenizer.vocab_size > config.vocab_size:
+    """Raise ConfigError if a tokenizer has ids beyond the model's vocabulary; fewer are fine (models pad theirs).
+
+    Tokens that only settings next to its file add, often for padding, may be beyond it: no prompt can have them.
+    """
+    if tokenizer.vocab_size - getattr(tokenizer, "added_by_settings", 0) > config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the model only {config.vocab_size}:"
             " they do not belong together; name the directory of the tokenizer that came with this model"

@@ -79,15 +79,18 @@ class TokenTexts:
         the tokenizer added, like <bos>. If the tokenizer rewrites texts (to lower case, say), offsets are approximate.
         """
         offsets = self.offsets(tokens)
-        more = 0  # characters of special tokens so far
+        more, seen = 0, 0  # characters of special tokens so far, and how many
         for i, token in enumerate(tokens if written else ()):
             offsets[i] += more
             shown = self.of(token)
             if not shown.in_text:
-                start = _SPACE.match(prompt, offsets[i]).end()  # type: ignore[union-attr]
-                if prompt.startswith(shown.piece, start):
+                # It may have taken the spaces before it, or put one before each text after a special token.
+                last = _SPACE.match(prompt, offsets[i]).end()  # type: ignore[union-attr]
+                start = prompt.find(shown.piece, max(offsets[i] - seen, 0), last + len(shown.piece))
+                if start >= 0:
                     more += start + len(shown.piece) - offsets[i]
                     offsets[i] = start
+                seen += 1
         return [min(offset, max(len(prompt) - 1, 0)) for offset in offsets]
 
     def _read(self, token: int) -> TokenText:

@@ -19,6 +19,9 @@ from .decoders import Decoder, tokens_bytes
 from .normalizers import build_normalizer
 from .patterns import Spec, TokenizerError
 from .pre_tokenizers import build_pre_tokenizer
+from .settings import read_settings, with_ids
+
+FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 class Tokenizer:
@@ -27,13 +30,35 @@ class Tokenizer:
     bos_token_id, eos_token_id  ids, or None if the directory names no such token
     prefix                      ids that `encode` puts before a text: <bos>, or nothing (even if there is a bos_token)
     vocab_size                  number of tokens, including added ones
+    added_by_settings           how many of them are not in `tokenizer.json`, but in files next to it
     """
 
-    def __init__(self, tokenizer: Spec, config: Spec | None = None, chat_template: str | None = None) -> None:
-        """tokenizer, config: the contents of `tokenizer.json` and `tokenizer_config.json`. Raises TokenizerError."""
+    def __init__(
+        self,
+        tokenizer: Spec,
+        config: Spec | None = None,
+        chat_template: str | None = None,
+        special_map: Spec | None = None,
+        added_tokens: dict[str, int] | None = None,
+    ) -> None:
+        """tokenizer, config, special_map, added_tokens: the contents of `tokenizer.json`, `tokenizer_config.json`,
+        `special_tokens_map.json` and `added_tokens.json`. Raises TokenizerError."""
         try:
             self._model = _build_model(tokenizer["model"])
-            added = [AddedToken(**entry) for entry in tokenizer.get("added_tokens") or []]
+            in_file = [AddedToken(**entry) for entry in tokenizer.get("added_tokens") or []]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TokenizerError(f"tokenizer.json is not in the expected form: {error!r}") from error
+        config = config or {}
+        try:
+            settings = read_settings(in_file, config, special_map or {}, added_tokens or {})
+            template = chat_template or _default_template(config.get("chat_template"))
+            self._chat = ChatTemplate(template, settings.special) if template else None
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            given = zip(FILES, (config, special_map, added_tokens), strict=True)
+            names = " or ".join(name for name, content in given if content)
+            raise TokenizerError(f"{names} is not in the expected form: {error!r}") from error
+        added, normalized = with_ids(in_file, settings.tokens, self._model.vocab)
+        try:
             normalize = build_normalizer(tokenizer.get("normalizer"))
             self._added = AddedTokens(added, normalize)
             self._pre_tokenize = build_pre_tokenizer(tokenizer.get("pre_tokenizer"))
@@ -44,27 +69,17 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer.json is not in the expected form: {error!r}") from error
         self._ids = self._model.vocab | {token.content: token.id for token in added}
         self._tokens = {id: token for token, id in self._ids.items()}
-        for token in added:
-            if self._model.vocab.get(token.content, token.id) != token.id or self._tokens[token.id] != token.content:
-                raise TokenizerError(
-                    f"the added token {token.content!r} and the vocabulary disagree on the id {token.id}: "
-                    "tokenizer.json is damaged, or was edited in one place only"
-                )
-        self._special = {token.id for token in added if token.special}
+        self._tokens |= {token.id: normalize(token.content) for token in added if token.content in normalized}
+        special = {token.content for token in added if token.special}
+        self._special = {token.id for token in added if self._tokens[token.id] in special}
         self.vocab_size = len(self._tokens)
-
-        try:
-            special, named_template = _settings(config or {})
-            self.bos_token_id = self.id(special["bos_token"]) if "bos_token" in special else None
-            self.eos_token_id = self.id(special["eos_token"]) if "eos_token" in special else None
-            template = chat_template or named_template
-            self._chat = ChatTemplate(template, special) if template else None
-        except (KeyError, TypeError, AttributeError) as error:
-            raise TokenizerError(f"tokenizer_config.json is not in the expected form: {error!r}") from error
+        self.added_by_settings = self.vocab_size - len(self._model.vocab.keys() | {token.content for token in in_file})
+        self.bos_token_id = self._ids.get(settings.special.get("bos_token", ""))
+        self.eos_token_id = self._ids.get(settings.special.get("eos_token", ""))
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> "Tokenizer":
-        """Read `tokenizer.json` and, if present, `tokenizer_config.json` (or `special_tokens_map.json`) and
+        """Read `tokenizer.json` and, if present, the files next to it that add tokens (see `settings`) and
         `chat_template.jinja`.  Lesson 01.
 
         Raises TokenizerError, which names the file or component, if one is missing, damaged or not supported.
@@ -76,9 +91,8 @@ class Tokenizer:
                 f"there is no tokenizer.json in {directory}: copy it there from where the model comes from, "
                 "or work with token ids alone"
             )
-        config = _read_json(directory / "special_tokens_map.json") or {}
-        config |= _read_json(directory / "tokenizer_config.json") or {}
-        return cls(tokenizer, config, _read_template(directory / "chat_template.jinja"))
+        config, special_map, added = (_read_json(directory / name) for name in FILES)
+        return cls(tokenizer, config, _read_template(directory / "chat_template.jinja"), special_map, added)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.  Lesson 01.
@@ -211,17 +225,6 @@ def _build_template(spec: Spec | None) -> tuple[list[int], list[int]]:
         else:
             side += spec["special_tokens"][item["SpecialToken"]["id"]]["ids"]
     return before, after
-
-
-def _settings(config: Spec) -> tuple[dict[str, str], str | None]:
-    """tokenizer_config.json's special tokens by name, and its chat template."""
-    tokens = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-    special = {name: token for name, token in tokens.items() if token is not None}
-    return special, _default_template(config.get("chat_template"))
-
-
-def _content(token: str | Spec | None) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _default_template(template: str | list[dict[str, str]] | None) -> str | None:

@@ -145,6 +145,20 @@ def test_scripts_find_the_output_by_its_offset(ask, theirs, text):
         assert offsets[first] == len(prompt)
 
 
+@pytest.mark.parametrize("prompt", ["{0}The river", "The{0} river{0} runs", "{0}{0}🌊 x", "The {0} river"])
+def test_special_tokens_that_a_client_wrote_are_in_its_echo(ask, theirs, prompt):
+    bos = theirs.library.encode("").tokens[0]
+    prompt = prompt.format(bos)
+    (choice,) = ask(prompt, echo=True, logprobs=0, max_tokens=1)
+    form, at = choice["logprobs"], len(theirs.library.encode(prompt).ids)
+    found = list(zip(form["tokens"][:at], form["text_offset"][:at], strict=True))
+    places = [offset for name, offset in found if name == bos and prompt.startswith(bos, offset)]
+    assert places[-1] == prompt.rindex(bos)
+    if theirs.decode(theirs.library.encode("a" + bos + "b").ids) == "ab":  # Llama 2 decodes a space that is not there
+        for name, offset in found:
+            assert name == bos or name.startswith("bytes:") or prompt.startswith(name, offset)
+
+
 def test_all_likeliest_tokens_are_reported_and_the_chosen_one_by_its_name(ask, cases):
     for choice in ask(cases, n=3, logprobs=20):
         form = choice["logprobs"]

@@ -84,6 +84,10 @@ def test_special_tokens_are_read_from_any_file_that_defines_them(directories, tm
     assert Tokenizer.from_pretrained(tmp_path).bos_token_id == 2
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "<end_of_turn>"}')
     tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (2, tokenizer.id("<eos>"))
+    config = {"bos_token": None, "eos_token": "<end_of_turn>", "added_tokens_decoder": {}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, tokenizer.id("<end_of_turn>"))
 
 
