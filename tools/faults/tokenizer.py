@@ -69,6 +69,20 @@ FAULTS = (
         "tests/tokenizer/test_continuation.py -k leave_the_prompts",
     ),
     Fault(
+        "an old map of special tokens no longer overrides",
+        "minillm/tokenizer/settings.py",
+        "config = config | special_map",
+        "config = special_map | config",
+        "tests/tokenizer/test_settings.py -k each_way",
+    ),
+    Fault(
+        "settings change no flags of a token of tokenizer.json",
+        "minillm/tokenizer/settings.py",
+        "found[content] = replace(token, id=id, special",
+        "found[content] = replace(before or token, id=id, special",
+        "tests/tokenizer/test_settings.py -k each_way",
+    ),
+    Fault(
         "special tokens are part of the text",
         "minillm/tokenizer/tokenizer.py",
         "if token is not None and not (skip_special_tokens and id in self._special):",
