@@ -356,7 +356,7 @@ FAULTS = (
         "minillm/server/token_texts.py",
         "                    more += start + len(shown.piece) - offsets[i]\n",
         "                    pass\n",
-        "tests/server/test_token_texts.py -k scripts_find",
+        "tests/server/test_token_texts.py -k client_wrote",
     ),
     Fault(
         "of tokens with the same string one is reported",
