@@ -73,6 +73,8 @@ REFUSED = [
     ("gptq", ("checkpoint_format",), ["marlin", "bitblas", 3, ["gptq"]], "checkpoint_format .* supported are gptq and"),
     ("gptq", ("is_marlin_format",), [True], "checkpoint_format 'marlin' is not supported; .*: convert the checkpoint"),
     ("gptq", ("pack_dtype",), ["int16"], "pack_dtype must be int32"),
+    ("gptq", ("adapter",), [{"name": "lora", "rank": 64}], "adapter .* changes what the model computes"),
+    ("gptq", ("rotation",), ["hadamard"], "rotation 'hadamard' changes what the model computes"),
     ("gptq", ("dynamic",), [[1], "x"], "dynamic must be an object of patterns"),
     ("gptq", RULE, [[], "x", None], r"dynamic: '\+:\.\*down' must have an object of fields"),
     ("gptq", (*RULE, "bits"), [5], r"dynamic: '\+:\.\*down': bits must be 4 or 8, not 5"),

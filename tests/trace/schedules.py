@@ -10,6 +10,7 @@ from minillm.trace import Trace, TraceError, replay, tables
 from tests.chance import SEED
 
 STOP, LONGEST = 7, 40
+NOT_NUMBERS = 0.03  # how often a row has no token
 BEGINNING = [at * 5 % 11 for at in range(20)]
 
 
@@ -86,7 +87,9 @@ class Schedule:
         self.trace.write_in_time()  # as the engine does
         step = self.in_flight.pop(0)
         self.reads.add(step.number)
-        self.scheduler.complete(step, self.rng.integers(0, 11, int(step.samples.sum())))
+        tokens = self.rng.integers(0, 11, int(step.samples.sum()))
+        tokens[self.rng.random(len(tokens)) < NOT_NUMBERS] = -1
+        self.scheduler.complete(step, tokens)
 
     def run(self, events: int) -> "Schedule":
         for _ in range(events):

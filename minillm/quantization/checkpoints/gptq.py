@@ -49,6 +49,8 @@ FIELDS = {
     "modules_in_block_to_quantize": ("modules_in_block_to_quantize",),
     "is_marlin_format": ("is_marlin_format",),
     "pack_dtype": ("pack_dtype",),
+    "adapter": ("adapter",),
+    "rotation": ("rotation",),
 }
 ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # 1 in every code of a number
 
@@ -83,6 +85,11 @@ class Gptq(Layout):
             )
         if config.get("pack_dtype", "int32") != "int32":
             raise ConfigError(f"pack_dtype must be int32, not {shown(config['pack_dtype'])}")
+        for field in ("adapter", "rotation"):
+            if config.get(field):
+                raise ConfigError(
+                    f"{field} {shown(config[field])} changes what the model computes, and is not supported"
+                )
         self.minus_one = stored == "gptq"
         self.settings = Settings.of(config)
         self.with_head = flag(config, "lm_head", False)
