@@ -25,6 +25,7 @@ OTHERS = {
     "pytorch_model.bin": b"pickled",
     "flax_model.msgpack": b"packed",
     "onnx/model.onnx": b"onnx",
+    "consolidated.safetensors": b"of another program",
     "original/consolidated.safetensors": b"of another program",
     "training_args.json": b"{}",
 }

@@ -74,7 +74,7 @@ def test_of_several_sets_of_weights_the_index_says_which(hub, sharded, monkeypat
     shards = {name for name in own if name.startswith("model-0")}
     assert len(shards) > 2
     hub.repositories[NAME] = found = standin.Repository()
-    found.commit(own | {"consolidated.safetensors": b"the same again", "model.safetensors": b"and again"} | OTHERS)
+    found.commit(own | {"model.safetensors": b"the same again"} | OTHERS)
     folder = snapshot(NAME)
     assert files(folder) == NEEDED - {"model.safetensors"} | shards | {"model.safetensors.index.json"}
     prompt = [5, 17, 80, 3]
