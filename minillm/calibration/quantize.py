@@ -37,6 +37,8 @@ from .methods import Method, MethodRecipe
 log = logging.getLogger(__name__)
 TEXT = EMBEDDED.parent / "text" / "calibration.txt"
 COARSE = 8.0  # steps of a static int8 scale: if a typical token's largest input gets fewer, a warning says so
+ROWS, FEWER_ROWS = 64, 16  # of calibration; fewer for a large model on a CPU, where a row takes long
+LARGE = 50_000_000  # parameters
 MOST_TOKENS = 1 << 22  # of all calibration rows: 64 times more than usual, and far more than changes the result
 
 
@@ -74,7 +76,7 @@ def quantize(
     out: Path,
     *,
     text: Path | None = None,
-    rows: int = 64,
+    rows: int | None = None,
     length: int = 256,
     seed: int = 0,
     device: str = "auto",
@@ -86,7 +88,8 @@ def quantize(
     methods  of each weight, and whether to rotate the model first
     out      the directory to write, in the layout of compressed-tensors; it must not exist, or be empty
     text     a file to calibrate on; default: embedded text that neither training nor the evaluation uses
-    rows     stretches of that text that are read, `length` tokens each (at most the model's context)
+    rows     stretches of that text that are read, `length` tokens each (at most the model's context); default: 64, and
+             16 on a CPU for a model of 50 million parameters or more
     seed     chooses where they begin, and the rotation's signs
     device   "auto", "cpu", "cuda" or "cuda:1"
 
@@ -94,8 +97,8 @@ def quantize(
     {"bytes", "dense_bytes", "seconds", "rows", "length", "scales" (the searched strengths, by address)}.
     Raises ConfigError before any layer is quantized, and MinillmError if calibration gives numbers that are not finite.
     """
-    rows, length, seed = _whole("rows", rows, 1), _whole("length", length, 2), _whole("seed", seed, 0, 2**63 - 1)
-    if rows * length > MOST_TOKENS:
+    length, seed = _whole("length", length, 2), _whole("seed", seed, 0, 2**63 - 1)
+    if rows is not None and (rows := _whole("rows", rows, 1)) * length > MOST_TOKENS:
         raise ConfigError(f"{rows} rows of {length} tokens are more than the {MOST_TOKENS} that fit: give fewer")
     device = _device(device)
     begin, place = time.perf_counter(), resolve(model)
@@ -108,6 +111,8 @@ def quantize(
     dense = load_model(place, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
     methods = check_methods(dense, methods)
+    if rows is None:
+        rows = FEWER_ROWS if device == "cpu" and dense.num_parameters >= LARGE else ROWS
     before = sum(tensor.numel() for tensor in dense.tensors()) * target.itemsize
     ids, run, last = None, None, _last_calibrated(dense, methods)
     if last >= 0:

@@ -171,7 +171,10 @@ def quantize(
         typer.Option("--rotate", help="Rotate the model first, so that its activations lose their outliers (QuaRot)."),
     ] = False,
     text: Annotated[Path | None, typer.Option(help="A text file to calibrate on. Default: the embedded one.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Stretches of the text to calibrate on.")] = 64,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stretches of the text to calibrate on. Default: 64; 16 for a large model on a CPU."),
+    ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 256,
     seed: Annotated[int, typer.Option(help="Chooses where they begin, and the signs of --rotate.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or a GPU as cuda:1")] = "auto",

@@ -1,6 +1,7 @@
 """The measurements of a report, part by part. A part that fails is told in the record, and the others go on."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,11 +29,13 @@ from minillm.evaluate.compare import (
 from minillm.evaluate.tasks import Workload, held_out
 from minillm.model.loader import read_config, resolve_device, simulated
 from minillm.model.sizing import kv_bytes_per_token
+from minillm.request import SamplingParams
 from minillm.server import running
 
 from .settings import BF16, WORKLOADS, Settings
 
 log = logging.getLogger(__name__)
+PROBE = 256  # tokens of the prompt that a model's speed is estimated with
 REFERENCE = "float32"
 AGAIN = "again"  # a part: the first version's speed, measured once more at the end
 PARTS = ("quantize", "size", "quality", "offline", "serving", AGAIN)
@@ -117,6 +120,17 @@ def facts(llm: LLM, place: Path) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
     }
+
+
+def prompt_speed(llm: LLM) -> float:
+    """Prompt tokens that the model reads per second, of a prompt that is read alone."""
+    count = max(1, min(PROBE, llm.engine.max_model_len - 2))
+    params, seconds = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), []
+    for first in range(2):  # the first run also sets everything up; other tokens, so that none are cached
+        begin = time.perf_counter()
+        llm.generate([(first + place) % llm.model_config.vocab_size for place in range(count)], params)
+        seconds.append(time.perf_counter() - begin)
+    return count / min(seconds)
 
 
 def measure(

@@ -58,11 +58,13 @@ def run(
     begun = records.begin(target)
     with LLM(place, **options) as llm:
         facts = measure.facts(llm, place)
+        gpu = facts["device"] != "cpu"
         settings = settle(
             place,
             facts["context"],
-            gpu=facts["device"] != "cpu",
+            gpu=gpu,
             quick=quick,
+            speed=measure.prompt_speed(llm) if quick and not gpu else None,
             versions=versions,
             task=task,
             limit=limit,

@@ -13,6 +13,7 @@ from minillm.folders import how_to_install
 from minillm.model.loader import EMBEDDED
 from minillm.values import shown
 
+QUICK_SPEED = 2000.0  # prompt tokens per second; a slower CPU measures less in a quick report
 LONGEST = 2560  # tokens of a request of the longest query pattern, lilo, at scale 1
 WORKLOADS = ("single", "mixed")  # one request, and many at once
 BF16 = "bf16"  # the version whose weights and arithmetic are in bfloat16
@@ -69,6 +70,7 @@ def settle(
     *,
     gpu: bool,
     quick: bool = False,
+    speed: float | None = None,
     versions: Sequence[str] = (),
     task: str | None = None,
     limit: int | None = None,
@@ -79,7 +81,9 @@ def settle(
 ) -> Settings:
     """The settings for a model and a device; what is given replaces the default.
 
-    context: tokens that the model reads at most. requests: of both the offline and the serving workloads.
+    context: tokens that the model reads at most. speed: prompt tokens it reads per second here: a quick report of a
+    slow model asks fewer questions, reads less text and sends fewer requests, so that it ends in about ten minutes.
+    requests: of both the offline and the serving workloads.
     Raises ConfigError.
     """
     least = math.ceil(LONGEST / (context - 1))
@@ -97,18 +101,23 @@ def settle(
         task = "mmlu" if place != EMBEDDED and tasks.mmlu_is_here() else "isles"
     if not versions and quick:
         versions = ("int8", "int4", "fp8" if gpu else "w8a8")
+    share = 1.0 if speed is None or not quick else min(1.0, speed / QUICK_SPEED)
+
+    def less(usual: int, least: int) -> int:
+        return max(least, round(usual * share))
+
     many = {(True, True): 256, (True, False): 16, (False, True): 1024, (False, False): 64}[quick, gpu]
     sent = {(True, True): 128, (True, False): 12, (False, True): 512, (False, False): 64}[quick, gpu]
     return Settings(
         versions=tuple(dict.fromkeys(versions)) or None,
         task=task,
-        limit=(100 if quick else None) if limit is None else limit,
-        tokens=4096 if quick else None,
+        limit=(less(100, 20) if quick else None) if limit is None else limit,
+        tokens=less(4096, 512) if quick else None,
         scale=scale,
-        requests=many if requests is None else requests,
+        requests=less(many, 4) if requests is None else requests,
         repeat=3 if quick else 5,
         clients=64 if gpu else 4 if quick else 8,
-        sent=sent if requests is None else requests,
+        sent=less(sent, 4) if requests is None else requests,
         served=tuple(dict.fromkeys(served)) or None,
         price=price,
         quick=quick,

@@ -5,8 +5,9 @@ import torch
 from typer.testing import CliRunner
 
 from minillm import LLM
+from minillm.calibration import quantize as module
 from minillm.calibration.methods import Method, MethodRecipe
-from minillm.calibration.quantize import check_methods, fitted, quantize_calibrated
+from minillm.calibration.quantize import check_methods, fitted, quantize, quantize_calibrated
 from minillm.cli import app
 from minillm.errors import ConfigError
 from minillm.model import Model, load_model
@@ -83,3 +84,21 @@ def test_a_static_scale_that_leaves_a_typical_token_few_steps_is_warned_about(ki
     if warned:
         assert caplog.messages[0].startswith("layers.0.qkv: the largest input is 100 times that of a typical token")
         assert "on the 1.3 lowest steps" in caplog.messages[0] and "Without static" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(("large", "rows"), [(10**9, 64), (1, 16)])
+def test_a_large_model_is_calibrated_on_fewer_rows_on_a_cpu(large, rows, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "LARGE", large)
+    monkeypatch.setattr(module, "CalibrationRun", lambda model, ids: pytest.fail(f"{len(ids)} rows"))
+    for given, wanted in ((None, rows), (3, 3)):
+        with pytest.raises(pytest.fail.Exception, match=f"^{wanted} rows"):
+            quantize(None, MethodRecipe.of(Method("awq")), tmp_path / "out", rows=given, device="cpu")
+
+
+def test_static_scales_with_dynamic_down_projections_are_a_recipe(tmp_path):
+    rules = '{"layers.*.down": "w8a8", "layers.*": {"method": "w8a8", "static": true}}'
+    (tmp_path / "recipe.json").write_text(rules, encoding="utf-8")
+    quantize(None, MethodRecipe.read(tmp_path / "recipe.json"), tmp_path / "out", rows=1, length=32)
+    layer = load_model(tmp_path / "out", dtype="float32").layers[0]
+    static = {name: getattr(layer, name).format.activations.static for name in PROJECTIONS}
+    assert static == {"qkv": True, "attention_out": True, "gate_up": True, "down": False}

@@ -25,6 +25,18 @@ def test_a_quick_report_measures_less():
         assert quick.scale >= whole.scale and len(quick.versions) == 3 and whole.versions is None
 
 
+def test_a_quick_report_of_a_slow_model_measures_less_but_never_next_to_nothing():
+    def amounts(speed, **given):
+        found = settle(EMBEDDED, 4096, gpu=False, quick=True, speed=speed, **given)
+        return found.limit, found.tokens, found.requests, found.sent
+
+    assert amounts(None) == amounts(2000.0) == amounts(1e6) == (100, 4096, 16, 12)
+    assert amounts(1000.0) == (50, 2048, 8, 6)
+    assert amounts(1.0) == (20, 512, 4, 4)
+    assert amounts(1.0, limit=70, requests=9) == (70, 512, 9, 9)
+    assert settle(EMBEDDED, 4096, gpu=False, speed=1.0) == settle(EMBEDDED, 4096, gpu=False)
+
+
 def test_what_is_given_replaces_the_default():
     found = settle(
         EMBEDDED, 2048, gpu=False, quick=True, versions=["int4", "int4"], task="mmlu_law", limit=7, scale=9,
