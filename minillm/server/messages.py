@@ -1,7 +1,7 @@
 """The messages of a conversation, as requests have them.  Lesson 99."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,15 +16,21 @@ class ContentPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None  # of Anthropic's API: no effect, as all prefixes are cached
 
 
 class Message(BaseModel):
-    """One turn of a conversation. Clients send answers back with more fields, which are accepted only if empty."""
+    """One turn of a conversation. Clients send answers back with more fields, which are accepted only if empty.
+
+    id and cache_control have no effect.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
     role: str
     content: str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
     name: str | None = None
+    id: str | None = None
+    cache_control: dict[str, Any] | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None

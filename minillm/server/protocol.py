@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, field_validator, model_validator
 
 from minillm import from_vllm
 from minillm.errors import InvalidRequest, MissingPackage
@@ -39,6 +39,9 @@ RETRY_AFTER = 1  # seconds
 NO_OBJECT = "the body must be a JSON object, sent as application/json"
 _NO_PROMPT = "prompt must be a string, a list of token ids, or a non-empty list of those"
 Prompt = str | list[int]
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_SEVERAL = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+_PROMPT = {"anyOf": [{"type": "string"}, _IDS, _SEVERAL | {"items": {"type": "string"}}, _SEVERAL | {"items": _IDS}]}
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 # Fields of OpenAI's and vLLM's APIs that this server lacks: the values that ask for nothing, which some clients always
@@ -55,10 +58,11 @@ UNSUPPORTED_IN_CHATS: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {
     "audio": ((), ""),
     "prediction": ((), ""),
     "reasoning_effort": (("none",), ""),
-    "verbosity": ((), ""),
+    "verbosity": (("medium",), ""),
     "web_search_options": ((), ""),
-    "service_tier": (("auto", "default"), ""),
-    "store": ((False,), ""),
+    "service_tier": (("auto", "default", "flex", "priority", "scale"), ""),  # prices and queues of OpenAI's
+    "store": ((False, True), ""),  # for OpenAI's own pages
+    "prompt_cache_retention": (("in_memory", "in-memory", "24h"), ""),
     "echo": ((False,), "use /v1/completions"),
     "best_of": ((1,), "use n and pick the best choice yourself"),
     "add_special_tokens": ((False,), "a chat template writes them itself"),
@@ -67,7 +71,7 @@ UNSUPPORTED_IN_CHATS: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {
 
 # The members of `response_format.json_schema`. Output always follows the schema, whatever `strict` says.
 SCHEMA_MEMBERS: dict[str, Any] = {
-    "name": str,
+    "name": (str, type(None)),
     "schema": dict,
     "strict": (bool, type(None)),
     "description": (str, type(None)),
@@ -239,17 +243,22 @@ class GenerationRequest(Body):
         wanted = self.response_format or {"type": "text"}
         kind, named = wanted.get("type"), wanted.get("json_schema")
         if kind != "structural_tag":  # it has other members, and is refused below
-            check_names("response_format", wanted, ("type", "json_schema"))
+            more = ("schema",) if kind == "json_object" else ()  # as llama.cpp's server has it
+            check_names("response_format", wanted, ("type", "json_schema", *more))
         if kind in ("text", "json_object"):
             if named is not None:
                 message = f'response_format has a json_schema, but type {kind!r}: set type to "json_schema"'
                 raise APIError(message, param="response_format")
-            return None if kind == "text" else {"type": "object"}
+            schema = wanted.get("schema")
+            if not (schema is None or isinstance(schema, dict)):
+                message = f"response_format.schema must be a JSON schema, not {shown(schema)}"
+                raise APIError(message, param="response_format")
+            return None if kind == "text" else schema or {"type": "object"}
         if kind != "json_schema":
             message = f'response_format.type must be "text", "json_object" or "json_schema", not {shown(kind)}'
             raise APIError(message, param="response_format")
         if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
-            message = 'response_format.json_schema must be {"name": ..., "schema": {...}}'
+            message = 'response_format.json_schema must be {"schema": {...}}, and may have a name'
             raise APIError(message, param="response_format")
         check_names("response_format.json_schema", named, tuple(SCHEMA_MEMBERS))
         for name, kinds in SCHEMA_MEMBERS.items():
@@ -291,7 +300,10 @@ class GenerationRequest(Body):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Any = None  # checked below: pydantic's errors for unions of lists are unhelpful
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})  # pydantic adds it to that of the base
+
+    # Checked below: pydantic's errors for unions of lists are unhelpful.
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -351,6 +363,14 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def _check_messages(cls, content: dict) -> dict:
         return checked_messages(content)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_tools_that_may_not_be_called(cls, content: dict) -> dict:
+        """Runs before the check for fields that are not supported, which is the base's."""
+        if content.get("tool_choice") == "none" and isinstance(content.get("tools"), list):
+            return {name: value for name, value in content.items() if name != "tools"}
+        return content
 
     def params(self, room: int) -> SamplingParams:
         """room: most tokens to generate if the request sets no limit."""

@@ -53,6 +53,7 @@ class Tokenizer:
             settings = read_settings(in_file, config, special_map or {}, added_tokens or {})
             template = chat_template or _default_template(config.get("chat_template"))
             self._chat = ChatTemplate(template, settings.special) if template else None
+            self._has_developers = template is not None and "developer" in template
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             given = zip(FILES, (config, special_map, added_tokens), strict=True)
             names = " or ".join(name for name, content in given if content)
@@ -137,7 +138,8 @@ class Tokenizer:
 
         messages: {"role": ..., "content": ...} each. add_generation_prompt: whether to end with the start of the
         model's turn. tokenize: only False, as in calls written for transformers. Raises TokenizerError if there is no
-        chat template, or if it rejects the messages.
+        chat template, or if it rejects the messages. A template that does not name the role "developer", OpenAI's newer
+        name for "system", gets such messages as the system's.
         """
         if tokenize:
             raise TokenizerError("tokenize=True: encode the text yourself, with add_special_tokens=False")
@@ -146,6 +148,8 @@ class Tokenizer:
                 "this tokenizer has no chat template: use a model trained for chat, or put a chat_template.jinja "
                 "next to its tokenizer.json"
             )
+        if not self._has_developers and isinstance(messages, (list, tuple)):
+            messages = [_as_system(message) for message in messages]
         return self._chat.render(messages, add_generation_prompt)
 
     if not TYPE_CHECKING:  # a checker would take it to have every attribute
@@ -247,3 +251,9 @@ def _read_template(path: Path) -> str | None:
         raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8 text ({error}): it may be a damaged download") from error
+
+
+def _as_system(message: Any) -> Any:
+    """A developer's message as one of the system's; others, and what is no message, as they are."""
+    developer = isinstance(message, dict) and message.get("role") == "developer"
+    return message | {"role": "system"} if developer else message

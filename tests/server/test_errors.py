@@ -186,17 +186,21 @@ def test_nan_and_infinity_are_rejected(http, number):
         {"logprobs": 3},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},
+        {"tools": "none", "tool_choice": "none"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": 5}]}]},
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}},
         {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}},
+        {"response_format": {"type": "json_object", "schema": [5]}},
+        {"response_format": {"type": "json_object", "schema": False}},
+        {"response_format": {"type": "text", "schema": {}}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "word"}}}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["a" * 70_000]}}}},
         {"response_format": {"type": "json_object", "strict": True}},
         {"min_tokens": 3, "response_format": {"type": "json_object"}},
         {"modalities": ["text", "audio"]},
-        {"service_tier": "priority"},
-        {"store": True},
+        {"service_tier": "fastest"},
         {"store": 0},
         {"reasoning_effort": "high"},
         {"parallel_tool_calls": "yes"},
@@ -219,6 +223,36 @@ def test_openai_fields_without_effect_are_accepted_and_change_nothing(http):
     nothing = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}}
     nothing |= {"store": False, "metadata": {"run": "7"}, "service_tier": "auto", "user": "ada", "modalities": ["text"]}
     assert ask(**nothing) == ask() == ask(**dict.fromkeys(nothing))
+
+
+def test_what_clients_add_unasked_changes_nothing(http):
+    def ask(messages=TURNS, **more):
+        answer = http.post("/v1/chat/completions", json=CHAT | {"messages": messages, "temperature": 0} | more)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    plain = ask()
+    for more in (
+        {"store": True, "service_tier": "flex", "verbosity": "medium", "prompt_cache_retention": "24h"},
+        {"service_tier": "priority", "tools": [tool], "tool_choice": "none"},
+        {"tools": [], "tool_choice": "none"},
+    ):
+        assert ask(**more) == plain
+    marked = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    assert ask([{"role": "user", "id": "msg_1", "content": [marked]}]) == plain
+    assert ask([{"role": "user", "content": "hi", "cache_control": {"type": "ephemeral"}}]) == plain
+    roles = [[{"role": role, "content": "Be brief."}, *TURNS] for role in ("system", "developer")]
+    ids = [http.post("/tokenize", json={"messages": turns}).json()["tokens"] for turns in (*roles, TURNS)]
+    assert ids[0] == ids[1] != ids[2]
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    forms = (
+        {"type": "json_schema", "json_schema": {"schema": schema}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        {"type": "json_object", "schema": schema},
+    )
+    found = [ask(response_format=form, max_tokens=80)[0]["message"]["content"] for form in forms]
+    assert len(set(found)) == 1 and '"a"' in found[0]
 
 
 def test_a_typo_in_a_message_is_named(http):

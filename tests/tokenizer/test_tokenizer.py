@@ -118,6 +118,16 @@ def test_invalid_messages_are_rejected(gemma, messages):
         gemma.apply_chat_template(messages)
 
 
+@pytest.mark.parametrize("names", [False, True])
+def test_a_developers_message_is_the_systems_where_the_template_names_no_developer(directories, names):
+    settings = json.loads((directories["llama3"] / "tokenizer_config.json").read_text())
+    spec = json.loads((directories["llama3"] / "tokenizer.json").read_text())
+    template = "{{ messages[0].role }}" + ("{# developer #}" if names else "")
+    messages = [{"role": "developer", "content": "x"}]
+    found = Tokenizer(spec, settings, template).apply_chat_template(messages)
+    assert found == ("developer" if names else "system") and messages[0]["role"] == "developer"
+
+
 def test_a_missing_chat_template_error_says_where_to_put_one(directories):
     llama3 = Tokenizer.from_pretrained(directories["llama3"])
     with pytest.raises(TokenizerError, match="no chat template: .* put a chat_template.jinja"):
