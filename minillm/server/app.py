@@ -24,6 +24,7 @@ from minillm.values import QUOTED, shown
 from . import kserve
 from .api_error import APIError
 from .body import BodyReader, Form, takes
+from .description import describe
 from .engine_room.page import add_page
 from .event_stream import ClientGone, EventStream, unless_disconnected
 from .gate import Gate, hosts, origins, refusal
@@ -129,7 +130,7 @@ def create_app(engine: RemoteEngine, address: str, metrics_text: Callable[[], Aw
         return await server.answer(request, DetokenizeRequest, server.text_of)
 
     kserve.add_routes(app, server)
-
+    describe(app, (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *kserve.FORMS))
     return app
 
 

@@ -24,8 +24,8 @@ JSON_LENGTH = "inference-header-content-length"  # Triton's header: bytes of JSO
 
 
 def takes(form: type[Body]) -> dict:
-    """The OpenAPI description of a request body."""
-    schema = form.model_json_schema() | {"$id": form.__name__}  # its $refs resolve against this id
+    """The OpenAPI description of a request body, whose schema `description.describe` adds."""
+    schema = {"$ref": f"#/components/schemas/{form.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

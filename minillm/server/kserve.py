@@ -55,9 +55,17 @@ class Serving(Protocol):
     async def collect(self, source: AsyncGenerator[tuple[Choice, Delta]], count: int) -> list[Completion]: ...
 
 
+def _describe_parameters(schema: dict[str, Any]) -> None:
+    """Let the JSON schema of a `GenerateRequest` say what a client may send."""
+    for name in _NO_EFFECT:
+        del schema["properties"][name]
+    schema["properties"]["parameters"] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+
+
 class GenerateRequest(GenerationRequest):
     """POST generate and generate_stream. `parameters` may hold sampling parameters, as in Triton's vLLM backend."""
 
+    model_config = ConfigDict(json_schema_extra=_describe_parameters)  # pydantic adds it to that of the base
     any_type: ClassVar[bool] = True  # Triton, too, does not look at it
 
     text_input: str
@@ -67,7 +75,7 @@ class GenerateRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _merge_parameters(cls, content: dict) -> dict:
-        nested = content.get("parameters") or {}
+        nested = {} if content.get("parameters") is None else content["parameters"]
         if not isinstance(nested, dict):
             raise APIError(f"parameters must be an object, not {shown(nested)}", param="parameters")
         for name in nested:
@@ -141,6 +149,9 @@ class InferRequest(Body):
                 raise APIError(f"{shown(each.name)} is not an output of this model: it has {OUTPUT}", param="outputs")
             return bool((each.parameters or {}).get(BINARY, every))
         return every
+
+
+FORMS = (GenerateRequest, InferRequest)
 
 
 def add_routes(app: FastAPI, server: Serving) -> None:

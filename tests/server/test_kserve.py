@@ -218,6 +218,8 @@ def test_wrong_bytes_are_refused(http):
         ("/generate", {"text_input": "a", "parameters": {"top": 1}}, 400, "parameters.top is not a field"),
         ("/generate", {"text_input": "a", "seed": 1, "parameters": {"seed": 1}}, 400, "seed is given twice"),
         ("/generate", {"text_input": "a", "parameters": [1]}, 400, "must be an object"),
+        ("/generate", {"text_input": "a", "parameters": False}, 400, "must be an object"),
+        ("/generate", {"text_input": "a", "parameters": ""}, 400, "must be an object"),
         ("/generate", {"text_input": "a", "n": 2}, 400, "n is not supported"),
         ("/generate", {"text_input": ["a"]}, 400, "text_input"),
         ("/generate_stream", {"text_input": "river " * 300}, 400, "prompt has"),

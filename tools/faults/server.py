@@ -7,6 +7,20 @@ LINE, WAITING = "minillm/server/line.py", "minillm/server/waiting.py"
 
 FAULTS = (
     Fault(
+        "the description leaves out what a busy server answers",
+        "minillm/server/description.py",
+        '    429: "the server is busy: Retry-After says when to try again",\n',
+        "",
+        "tests/server/test_description.py -k any_server",
+    ),
+    Fault(
+        "schemas refer to places that many tools do not resolve",
+        "minillm/server/description.py",
+        'ref_template=PLACE + "{model}"',
+        'ref_template="#/$defs/{model}"',
+        "tests/server/test_description.py -k reference",
+    ),
+    Fault(
         "a request with two lengths ends at one of them",
         "minillm/server/http1.py",
         'if b"content-length" in names:',
