@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minillm.errors import ConfigError, MissingPackage
+from minillm.errors import ConfigError, MinillmError, MissingPackage
 from minillm.folders import how_to_install
 from minillm.values import read_json, shown
 
@@ -123,7 +123,7 @@ def _library() -> ModuleType:
     return huggingface_hub
 
 
-class _Unavailable(Exception):
+class _Unavailable(MinillmError):
     """Why a model cannot be had from the Hub.
 
     way_out: what to do about it. answered: whether the Hub refused; else it could not be asked, or a file not be

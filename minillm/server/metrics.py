@@ -137,9 +137,9 @@ class Metrics:
             "num_requests_waiting": ("Requests in the queue", stats.get("waiting", 0)),
             "kv_cache_usage_perc": ("Share of the cache's blocks that requests hold, from 0 to 1", used),
         }
-        for name, (text, level) in gauges.items():
+        for name, (text, share) in gauges.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-            gauge.add_metric([self.model_name], level)
+            gauge.add_metric([self.model_name], share)
             yield gauge
         facts = {name: str(value) for name, value in self.cache.items()} | {"num_gpu_blocks": str(blocks)}
         info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, as labels", labels=["model_name", *facts])

@@ -13,7 +13,7 @@ GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 class Counting:
     """A minimal executor without a model: a row's next token is the number of tokens it has."""
 
-    def __init__(self, model, config, max_model_len, plan=None):
+    def __init__(self, model, config, max_model_len, plan=None, others=None):
         self.facts = Facts(num_blocks=50, max_model_len=256, windows=(None,), stream=None, captures=False)
         self.steps, self.closed = [], False
 

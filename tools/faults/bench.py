@@ -155,13 +155,6 @@ FAULTS = (
         "tests/bench/test_records.py -k uncommitted_changes",
     ),
     Fault(
-        "the load of other programs includes this process",
-        "minillm/bench/load.py",
-        "- (sum(os.times()[:4]) - own)",
-        "",
-        "tests/bench/test_load.py -k other_load",
-    ),
-    Fault(
         "blocks that two requests share are counted twice",
         "minillm/bench/waste.py",
         "used=int(computed.sum()) - twice",

@@ -3,6 +3,7 @@
 from . import Fault
 
 CACHE, WHEELS, GGUF = "minillm/pretrained/cache.py", "minillm/pretrained/wheels.py", "minillm/pretrained/gguf_file.py"
+HUB, HEADER = "minillm/pretrained/hub.py", "minillm/pretrained/gguf_header.py"
 
 FAULTS = (
     Fault(
@@ -39,5 +40,47 @@ FAULTS = (
         "if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):",
         "if tensor.ndim:",
         "tests/pretrained/test_gguf_file.py -k every_value_is_stored_exactly",
+    ),
+    Fault(
+        "a cached commit is looked up at the Hub",
+        HUB,
+        "if complete is not None and _COMMIT.fullmatch(revision):",
+        "if complete is None and _COMMIT.fullmatch(revision):",
+        "tests/pretrained/test_hub.py -k cached_commit",
+    ),
+    Fault(
+        "a copy in the cache counts though it lacks files that its index names",
+        HUB,
+        "complete = None if lacks else cached",
+        "complete = cached",
+        "tests/pretrained/test_hub.py -k lacks_files",
+    ),
+    Fault(
+        "the Hub is asked without a time limit",
+        HUB,
+        "revision=self.revision, timeout=seconds)",
+        "revision=self.revision, timeout=2 + seconds)",
+        "tests/pretrained/test_hub.py -k time_limit",
+    ),
+    Fault(
+        "tensors may overlap",
+        HEADER,
+        "if each.start < end:",
+        "if each.start < data:",
+        "tests/pretrained/test_gguf_header.py -k damaged_file",
+    ),
+    Fault(
+        "a string may be as long as the file",
+        HEADER,
+        "if length > most:",
+        "if length > self.size:",
+        "tests/pretrained/test_gguf_header.py -k many_gigabytes",
+    ),
+    Fault(
+        "offsets count from the end of the header, without its padding",
+        HEADER,
+        "data = -(-self.position // alignment) * alignment",
+        "data = self.position",
+        "tests/pretrained/test_gguf_header.py -k what_gguf_reads",
     ),
 )

@@ -159,4 +159,18 @@ FAULTS = (
         "tokens = tokens.clone()",
         "tests/engine/test_not_numbers.py -k choice_of_a_prompt",
     ),
+    Fault(
+        "a step's threads stay few when the machine is quiet again",
+        "minillm/runner/threads.py",
+        "min(max(self.limit, fewest), most, self._available)",
+        "min(self.limit, most, self._available)",
+        "tests/runner/test_threads.py -k follows",
+    ),
+    Fault(
+        "a step leaves its number of threads to the rest of the program",
+        "minillm/runner/threads.py",
+        "            torch.set_num_threads(before)",
+        "            pass",
+        "tests/runner/test_threads.py -k others_leave",
+    ),
 )

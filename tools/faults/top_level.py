@@ -131,4 +131,11 @@ FAULTS = (
         "PACKAGE",
         "tests/project/test_checkout.py",
     ),
+    Fault(
+        "the load of other programs includes this process",
+        "minillm/cores.py",
+        "busy - busy_then - (own - own_then)",
+        "busy - busy_then",
+        "tests/test_cores.py -k without_this_process",
+    ),
 )
