@@ -95,6 +95,9 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=3000)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quantization")
+    parser.add_argument("--quantized-head")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--requests", type=int, help="use only this many requests")
     parser.add_argument("--record", help="a name in data/results, or a file")
     options = parser.parse_args()
@@ -102,9 +105,11 @@ def main() -> None:
 
     begun = records.begin(options.record)
     names = [workloads.find(name).name for name in options.workload]
-    engine = {
-        name: getattr(options, name) for name in ("model", "num_blocks", "max_num_seqs", "max_model_len", "device")
-    }
+    sizes, formats = (
+        ("num_blocks", "max_num_seqs", "max_model_len"),
+        ("quantization", "quantized_head", "kv_cache_dtype"),
+    )
+    engine = {name: getattr(options, name) for name in ("model", "device", *sizes, *formats)}
     engine |= {"load_format": "dummy"}
     if Path(options.model).is_dir():
         engine["model"] = str(Path(options.model).resolve())
