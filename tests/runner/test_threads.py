@@ -112,7 +112,7 @@ def test_threads_stay_as_they_are_where_the_system_does_not_say_how_busy_it_is()
 
 
 def test_the_engine_runs_its_steps_with_the_number_it_was_given(monkeypatch):
-    with LLM(cpu_threads=2) as llm:
+    with LLM(device="cpu", cpu_threads=2) as llm:
         seen, forward = set(), llm.engine.model.forward
 
         def counted(*arguments):

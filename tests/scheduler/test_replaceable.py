@@ -303,8 +303,8 @@ def test_a_pool_that_fails_during_an_abort_affects_no_later_request(expected):
         with minillm.using(block_pool=CannotRelease), paused_steps() as resume:
             endless = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
             both = [asyncio.create_task(engine.generate(PROMPTS[i], endless, name)) for i, name in enumerate("ab")]
-            await async_wait_until(lambda: engine.stats()["running"] == 2)
-            engine.abort("a")
+            await async_wait_until(lambda: engine.stats()["running"] > 0)
+            engine.abort("a")  # "b" may have come too late for the step that is paused, and fails at its own end then
             resume.set()
             for each in both:
                 with pytest.raises(ZeroDivisionError, match="cannot release"):
