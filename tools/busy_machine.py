@@ -27,7 +27,7 @@ from minillm.bench import records  # noqa: E402
 from minillm.engine.engine import Engine  # noqa: E402
 
 ROWS = (1, 16)
-SETTLE, SECONDS, STEPS = 0.8, 2.0, 300  # before a measurement; a measurement's length, or its steps
+SETTLE, SECONDS, STEPS = 0.6, 1.2, 300  # before a measurement; a measurement's length, or its steps
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def measure(rounds: int, loads: Sequence[int]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", help="a record's name, or a file")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2, 3], help="busy processes, 0 first")
     options = parser.parse_args()
     begun = records.begin(options.record)
