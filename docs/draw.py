@@ -20,6 +20,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
 PICTURE, BATCHING_PICTURE = ROOT / "docs" / "at_work.svg", ROOT / "docs" / "batching.svg"
 QUANTIZATION_PICTURE = ROOT / "docs" / "quantization.svg"
 OFFLINE, TIMELINE = "cpu/offline", "cpu/timeline"
+BUSY = ("cpu/busy-machine",)
 BATCHING = ("cpu/batching", "h200/batching")  # those that exist are shown
 GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
 QUANTIZATION, LOSSES = "h200/quantization", "cpu/quantization"
@@ -275,6 +276,33 @@ def serving_figures() -> str:
     return "\n".join([*lines, "", *wrapped(text), ""])
 
 
+def busy_figures() -> str:
+    """The tables of decode steps while other programs keep cores busy."""
+    lines = []
+    for name in BUSY:
+        record = records.read(name)
+        loads = sorted({row["busy_processes"] for row in record["results"]})
+        lines += [f"| {record['machine']['cores']} cores, busy processes | {' | '.join(map(str, loads))} |"]
+        lines += ["|---" * (len(loads) + 1) + "|"]
+        for requests in sorted({row["requests"] for row in record["results"]}):
+            for threads, words in (("chosen", "chosen"), ("one", "one"), ("all", f"{record['all_threads']}")):
+                rows = [
+                    each for each in record["results"] if (each["requests"], each["threads"]) == (requests, threads)
+                ]
+                times = {row["busy_processes"]: row["step_ms"] for row in rows}
+                at_once = "1 request" if requests == 1 else f"{requests} requests"
+                cells = " | ".join(plots.short(times[load]) for load in loads)
+                lines.append(f"| {at_once}, threads: {words} | {cells} |")
+        lines.append("")
+    links = ", ".join(f"[{records.read(name)['machine']['cores']} cores](data/results/{name}.json)" for name in BUSY)
+    runs = len(records.read(BUSY[0])["results"][0]["runs"])
+    text = (
+        "Milliseconds of a decode step of `tiny-gemma` on a CPU, while that many other processes never wait; medians "
+        f"of {runs} alternating runs. Records: {links}."
+    )
+    return "\n".join([*lines, *wrapped(text), ""])
+
+
 def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
 
@@ -364,6 +392,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "fp8": fp8_figures,
     "cache": cache_figures,
     "serving": serving_figures,
+    "busy": busy_figures,
     "figures": figures,
 }
 

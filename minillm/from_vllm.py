@@ -92,6 +92,7 @@ STORED = (
     "leave it out for a checkpoint that is quantized already, as its format is in its config.json; `minillm quantize "
     "--method awq` makes one, and 'int4' rounds while loading"
 )
+GGUF = "give the .gguf file as the model"
 SAFETENSORS = "give a directory with weights as safetensors"
 # Values that minillm does not have, of options that both have, and what to do instead.
 OTHER_VALUES: dict[str, dict[str, str]] = {
@@ -100,11 +101,12 @@ OTHER_VALUES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("auto-round", "fbgemm_fp8"), STORED),
         **dict.fromkeys(("bitsandbytes", "torchao"), "'int4' and 'int8' round while loading"),
         **dict.fromkeys(("ptpc_fp8", "experts_int8"), "'fp8' and 'int8' round while loading"),
-        "gguf": SAFETENSORS,
+        "gguf": GGUF,
     },
     "load_format": {
         "bitsandbytes": "leave it out: quantization 'int4' and 'int8' round while loading",
-        **dict.fromkeys(("gguf", "pt", "npcache", "mistral", "sharded_state", "tensorizer"), SAFETENSORS),
+        "gguf": GGUF,
+        **dict.fromkeys(("pt", "npcache", "mistral", "sharded_state", "tensorizer"), SAFETENSORS),
         **dict.fromkeys(("runai_streamer", "fastsafetensors"), "leave it out"),
     },
     "kv_cache_dtype": {

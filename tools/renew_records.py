@@ -31,6 +31,7 @@ RECORDS = {
     "cpu": {
         "abuse": "python tools/abuse_server.py --record",
         "batching": "minillm bench batching --json",
+        "busy-machine": "python tools/busy_machine.py --record",
         "distillation": "python data/distill_tiny_gemma.py --record",
         "faults": "python tools/plant_faults.py --jobs 2 --record",
         "open-loop": "python -m minillm.course.knee --json",

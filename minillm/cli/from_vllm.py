@@ -11,6 +11,7 @@ from minillm.from_vllm import ANY, ENGINE
 
 Missing = Mapping[str, tuple[tuple, str]]
 TOOLS = "the server calls no tools: use response_format"
+CORS = "use --cors-origins"
 TOKENIZER = "the tokenizer is that of the model's directory"
 # What to do instead of an engine's options, where `minillm.from_vllm` says it in Python.
 ON_THE_COMMAND_LINE = {
@@ -36,7 +37,7 @@ SERVE: Missing = {
     "disable-log-requests": ((True,), ""),
     "enable-log-requests": ((False,), "--log-format json has a line for each request, without its text"),
     "uvicorn-log-level": ((), "use --log-level"),
-    "allowed-origins": ((), "let a proxy add CORS headers for browsers on other origins"),
+    "allowed-origins": ((), CORS),
     "chat-template": ((), "put the template into the model's tokenizer_config.json"),
     "response-role": (("assistant",), "the role is always assistant"),
     "enable-auto-tool-choice": ((False,), TOOLS),
@@ -54,9 +55,9 @@ SERVE: Missing = {
     "uds": ((), "use --host and --port"),
     "headless": ((False,), "an engine runs on one machine"),
     "middleware": ((), "let a proxy do it"),
-    "allow-credentials": ((False,), "let a proxy add CORS headers for browsers on other origins"),
-    "allowed-methods": ((), "let a proxy add CORS headers for browsers on other origins"),
-    "allowed-headers": ((), "let a proxy add CORS headers for browsers on other origins"),
+    "allow-credentials": ((False,), CORS),
+    "allowed-methods": ((), CORS),
+    "allowed-headers": ((), CORS),
     "lora-modules": ((), "merge the adapter into the weights first"),
     "chat-template-content-format": (("auto", "string", "openai"), "contents in parts are joined as text"),
     "return-tokens-as-token-ids": ((False,), "requests have return_token_ids"),
