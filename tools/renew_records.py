@@ -32,6 +32,7 @@ RECORDS = {
         "abuse": "python tools/abuse_server.py --record",
         "batching": "minillm bench batching --json",
         "busy-machine": "python tools/busy_machine.py --record",
+        "busy-machine-16": "python tools/busy_machine.py --busy 0 1 4 12 --rounds 7 --record",
         "distillation": "python data/distill_tiny_gemma.py --record",
         "faults": "python tools/plant_faults.py --jobs 2 --record",
         "open-loop": "python -m minillm.course.knee --json",
