@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError
-from minillm.request import MAX_LOGPROBS, SamplingParams
+from minillm.request import MAX_LOGPROBS, Completion, SamplingParams
 from minillm.tokenizer import Tokenizer
 
 from .perplexity import prompt_logprob
@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from minillm.engine.llm import LLM
 
 
-def letter_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The id of each letter's token after "Answer:". Raises ConfigError if a letter is not one token there."""
+def letter_tokens(tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of each letter's tokens after "Answer:": one each, or more if the vocabulary is small.
+
+    Raises ConfigError if a letter changes the tokens before it.
+    """
     stem = tokenizer.encode("Answer:", add_special_tokens=False)
     found = []
     for letter in LETTERS:
         ids = tokenizer.encode(f"Answer: {letter}", add_special_tokens=False)
-        if ids[: len(stem)] != stem or len(ids) != len(stem) + 1:
-            raise ConfigError(f"this tokenizer does not encode ' {letter}' after 'Answer:' as one token")
-        found.append(ids[-1])
+        if ids[: len(stem)] != stem or len(ids) == len(stem):
+            raise ConfigError(f"this tokenizer encodes 'Answer:' in another way if ' {letter}' follows")
+        found.append(ids[len(stem) :])
     return found
 
 
@@ -59,14 +62,25 @@ def next_tokens(
 
 
 def letter_logprobs(llm: "LLM", prompts: Sequence[str], progress: bool = False) -> list[list[float]]:
-    """The log-probability of each letter as the prompt's next token: [prompts][letters].
+    """The log-probability of each letter after a prompt: [prompts][letters].
 
-    llm: an `LLM`, or any object with its `tokenizer` and `generate`. Raises ConfigError if a letter is not one token.
+    A letter of several tokens has the sum of theirs. llm: an `LLM`, or any object with its `tokenizer` and `generate`.
+    Raises ConfigError if a letter changes the tokens before it.
     """
     tokenizer = tokenizer_of(llm)
     letters = letter_tokens(tokenizer)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    return [found.logprobs for found in next_tokens(llm, ids, [letters] * len(ids), progress)]
+    if all(len(letter) == 1 for letter in letters):
+        wanted = [[letter[0] for letter in letters]] * len(ids)
+        return [found.logprobs for found in next_tokens(llm, ids, wanted, progress)]
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    done = iter(llm.generate([[*each, *letter] for each in ids for letter in letters], params, progress=progress))
+    return [[_ending_logprob(next(done), letter) for letter in letters] for _ in ids]
+
+
+def _ending_logprob(completion: Completion, tokens: Sequence[int]) -> float:
+    """The log-probability of a prompt's last tokens, given those before them."""
+    return sum(prompt_logprob(completion, at, tokens[at]) for at in range(-len(tokens), 0))
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,8 @@ def answers(
     for example in (load_questions(split="dev") if examples is None and questions is None else examples) or ():
         shown[example["subject"]].append(example)
     tokenizer, context = tokenizer_of(llm), llm.engine.max_model_len
-    prompts = [_fitting(tokenizer, context, row, shown[row["subject"]][:shots]) for row in rows]
+    room = context - 1 - max(map(len, letter_tokens(tokenizer)))  # a letter and one more token follow
+    prompts = [_fitting(tokenizer, room, row, shown[row["subject"]][:shots]) for row in rows]
     scores = letter_logprobs(llm, prompts, progress)
     chosen = [max(range(len(LETTERS)), key=score.__getitem__) for score in scores]
     return Answers(
@@ -128,7 +143,7 @@ def accuracy(
     limit: int | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The share of questions whose right letter is the most likely next token of MMLU's few-shot prompt.  Lesson 05.
+    """The share of questions whose right letter is the most likely one after MMLU's few-shot prompt.  Lesson 05.
 
     questions  rows with MMLU's columns; default: the embedded held-out questions
     examples   rows to take the shots from, those of the question's subject; default: the embedded ones
@@ -137,7 +152,7 @@ def accuracy(
     progress   show a progress bar
 
     Returns {"accuracy", "questions", "shots", "input_tokens", "subjects": {subject: accuracy}}.
-    Raises ConfigError without questions or a tokenizer, or if a letter is not one token.
+    Raises ConfigError without questions or a tokenizer, or if a letter changes the tokens before it.
     """
     found = answers(llm, questions, examples, shots=shots, limit=limit, progress=progress)
     return {
@@ -149,10 +164,10 @@ def accuracy(
     }
 
 
-def _fitting(tokenizer: Tokenizer, context: int, row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt with as many examples as fit into the context, leaving room for a letter and one more token."""
+def _fitting(tokenizer: Tokenizer, room: int, row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt of a question with as many examples as fit into `room` tokens."""
     while True:
         prompt = few_shot_prompt(row, examples)
-        if not examples or len(tokenizer.encode(prompt)) + 2 <= context:
+        if not examples or len(tokenizer.encode(prompt)) <= room:
             return prompt
         examples = examples[:-1]

@@ -74,3 +74,32 @@ def test_calibration_rows_begin_as_the_encoded_text(bos_directory):
     assert rows.shape == (5, 20) and (rows.eq(BOS).sum(1) == adds).all()
     theirs = AutoTokenizer.from_pretrained(directory)
     assert all(theirs.decode(row[adds:]) in TEXT and (row[0] == BOS) == adds for row in rows)
+
+
+QUESTION = {"question": "What gives milk?", "subject": "farm", "choices": ["cow", "hen", "fox", "bee"], "answer": 0}
+
+
+def test_letters_of_several_tokens_are_scored_as_transformers_scores_them(bos_directory):
+    """Each letter is two tokens here, of which the first, the space's, is the same for all."""
+    directory, _ = bos_directory
+    theirs, model = AutoTokenizer.from_pretrained(directory), models.reference(directory, dtype=torch.float32)
+    expected = []
+    for letter in "ABCD":
+        ids = torch.tensor([theirs.encode(f"Answer: {letter}")])
+        with torch.inference_mode():
+            scores = model(ids).logits[0].log_softmax(-1)
+        expected.append(sum(scores[at - 1, ids[0, at]].item() for at in (-2, -1)))
+    with LLM(directory, dtype="float32", device="cpu") as llm:
+        found = evaluate.letter_logprobs(llm, ["Answer:", "Answer:"])
+        assert found[0] == pytest.approx(expected, rel=1e-4) and found[1] == pytest.approx(found[0])
+
+
+def test_the_examples_leave_room_for_letters_of_several_tokens(named_bos):
+    shown = evaluate.few_shot_prompt(QUESTION, [QUESTION] * 2)
+    with LLM(named_bos, dtype="float32", device="cpu") as llm:
+        tokens = len(llm.tokenizer.encode(shown))
+    for room, shots in ((tokens + 3, 2), (tokens + 2, 1)):  # two tokens of a letter, and one more
+        with LLM(named_bos, dtype="float32", device="cpu", max_model_len=room) as llm:
+            found = evaluate.accuracy(llm, [QUESTION], [QUESTION] * 2, shots=2)
+        expected = evaluate.few_shot_prompt(QUESTION, [QUESTION] * shots)
+        assert found["input_tokens"] == len(llm.tokenizer.encode(expected))
