@@ -179,6 +179,7 @@ class EngineConfig(Options):
         "threads of a step on a CPU; default: as many as there are cores that no other program uses, which changes "
         "while the engine runs, and at most OMP_NUM_THREADS",
         least=1,
+        most=1024,
     )
     attention_sinks: int | None = option(
         None, "streams (lesson 09): first tokens that a request keeps when it grows past max_model_len", least=0

@@ -6,11 +6,13 @@ Only Linux says how busy each core is (proc(5), /proc/stat). Elsewhere nothing i
 import math
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 
 STAT = Path("/proc/stat")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+FREE = 0.2  # a core counts as free while other programs use less than this of it
+SLOWED = 0.75  # of the cores: a step that has more of them is hardly slower
 IDLE = (3, 4)  # columns of a core's line in /proc/stat: idle, and idle while it waits for a disk
 GUEST = 8  # from this column on, time is counted in an earlier column, too
 
@@ -24,12 +26,39 @@ def allowed() -> set[int]:
 
 def available() -> int:
     """How many cores this process may use: those it may run on, or fewer if its container has a quota of their time."""
-    cores = len(allowed())
+    return max(1, min([len(allowed()), *map(math.ceil, _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """The cores that each control group of this process pays for: its own and those around it (cgroups(7)).
+
+    The paths are the host's, or the container's own: where a folder does not exist, one above it is the container's.
+    """
     try:
-        quota, period = QUOTA.read_text().split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no container, or a quota of "max"
-        return cores
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder, group = GROUPS / ("cpu" if controllers else ""), PurePosixPath(path)  # version 1, or 2
+        for each in (group, *group.parents):
+            if (quota := _quota(folder / str(each).lstrip("/"), bool(controllers))) is not None:
+                yield quota
+
+
+def _quota(group: Path, first_version: bool) -> float | None:
+    """The cores that a control group pays for; None if it has no limit."""
+    try:
+        if first_version:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        else:
+            quota, period = (group / "cpu.max").read_text().split()
+        cores = int(quota) / int(period)  # "max" or -1: no limit
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return cores if cores > 0 else None
 
 
 def busy_seconds() -> float | None:

@@ -37,12 +37,55 @@ def test_busy_seconds_are_unknown_where_the_system_does_not_say(monkeypatch, tmp
     ("content", "expected"),
     [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("10000 100000", 1), ("1600000 100000", 8)],
 )
-def test_a_container_with_a_quota_has_as_many_cores_as_it_pays_for(monkeypatch, tmp_path, content, expected):
-    monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(cores, "allowed", lambda: set(range(8)))
+def test_a_container_with_a_quota_has_as_many_cores_as_it_pays_for(groups, content, expected):
+    (groups / "own").write_text("0::/\n")
     assert cores.available() == 8
-    (tmp_path / "cpu.max").write_text(content + "\n")
+    (groups / "cpu.max").write_text(content + "\n")
     assert cores.available() == expected
+
+
+@pytest.fixture
+def groups(monkeypatch, tmp_path):
+    """A folder of control groups, on a machine of 8 cores."""
+    monkeypatch.setattr(cores, "GROUPS", tmp_path)
+    monkeypatch.setattr(cores, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(cores, "allowed", lambda: set(range(8)))
+    return tmp_path
+
+
+def test_a_quota_of_any_group_around_the_process_counts(groups):
+    """As systemd's CPUQuota= sets it, for a service or for a slice of services."""
+    inner = groups / "system.slice" / "minillm.service"
+    inner.mkdir(parents=True)
+    (groups / "own").write_text("0::/system.slice/minillm.service\n")
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert cores.available() == 8
+    (inner.parent / "cpu.max").write_text("300000 100000\n")
+    assert cores.available() == 3
+    (inner / "cpu.max").write_text("150000 100000\n")
+    assert cores.available() == 2
+
+
+@pytest.mark.parametrize("path", ["/", "/docker/0a1b"])  # as the container sees its group, or as the host does
+@pytest.mark.parametrize("controllers", ["cpu", "cpu,cpuacct"])
+@pytest.mark.parametrize(("quota", "expected"), [(-1, 8), (200_000, 2), (250_000, 3), (1_000, 1)])
+def test_a_quota_of_the_first_version_counts(groups, path, controllers, quota, expected):
+    (groups / "own").write_text(f"9:memory:/x\n2:{controllers}:{path}\n1:cpuset:{path}\n0::/\n")
+    (groups / "cpu").mkdir()
+    (groups / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (groups / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cores.available() == expected
+
+
+@pytest.mark.parametrize("content", ["", "5", "a b", "1 0", "-1 100000"])
+def test_a_quota_that_says_nothing_is_none(groups, content):
+    (groups / "own").write_text("0::/\n")
+    (groups / "cpu.max").write_text(content)
+    assert cores.available() == 8
+
+
+def test_a_system_without_control_groups_has_no_quota(groups):
+    assert cores.available() == 8
 
 
 class Clocks:
