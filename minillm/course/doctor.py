@@ -3,6 +3,7 @@
 It needs only the standard library and `packaging`, since it must run when torch does not.
 """
 
+import math
 import os
 import platform
 import shutil
@@ -21,7 +22,7 @@ from minillm.cores import OtherPrograms
 from minillm.folders import DATA, LINKED, PACKAGE, how_to_install
 
 GIB = 1 << 30
-LOAD_SECONDS, BUSY = 0.5, 0.25  # how long to look at other programs; from how many cores on they slow the engine down
+LOAD_SECONDS = 0.5  # how long to look at other programs
 MEMORY_GIB, DISK_GIB = 4, 4  # enough for the tests and a lesson's kernel at the same time
 CAPABILITY = (8, 0)  # bfloat16, and the shared memory that the kernels are compiled for
 GPU_GIB = 7  # 5 for the weights of Gemma 2B, the rest for its cache and a step; cards of "8 GB" report a little less
@@ -221,13 +222,13 @@ def gpu_problem() -> str | None:
 
 def _load() -> Finding:
     """What other programs take of the cores, measured for a moment in which this one does nothing."""
-    total, others = len(cores.allowed()), OtherPrograms()
+    total, available, others = len(cores.allowed()), cores.available(), OtherPrograms()
     time.sleep(LOAD_SECONDS)
     used = others.measure()
     if used is None:
         return Finding("load", "not known on this system")
     found = f"other programs use {used:.1f} of {total} cores"
-    if used < BUSY:
+    if min(math.floor(total - used + cores.FREE), available) > cores.SLOWED * available:  # as an engine chooses
         return Finding("load", found)
     fix = "close other programs (`top` lists them); until then steps use fewer threads and take up to 3 times as long"
     return Finding("load", found, "busy", fix)

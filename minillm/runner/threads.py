@@ -14,13 +14,11 @@ from contextlib import contextmanager
 import torch
 
 from minillm import cores
-from minillm.cores import OtherPrograms
+from minillm.cores import FREE, SLOWED, OtherPrograms
 
 EVERY = 0.1  # seconds between measurements: the system counts time in ticks of 0.01 s
 STALE = 1.0  # seconds: a longer time than this says little about the machine as it is now
-FREE = 0.2  # a core counts as free while other programs use less than this of it
-AGAIN = 0.1  # and as free again once they use less than this
-WARN_BELOW = 0.75  # of the cores: a step that has more of them is hardly slower
+AGAIN = 0.1  # a core that was not free is so again once other programs use less than this of it
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ class Threads:
         left = self._total - self.busy
         fewest, most = (math.floor(left + share) for share in (AGAIN, FREE))
         self.limit = max(1, min(max(self.limit, fewest), most, self._available))
-        if self.limit <= WARN_BELOW * self._available and not self._warned:
+        if self.limit <= SLOWED * self._available and not self._warned:
             self._warned = True
             log.warning(
                 f"other programs use {self.busy:.1f} of {self._total} cores, so steps use {self.limit} "

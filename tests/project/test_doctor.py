@@ -49,6 +49,31 @@ def test_missing_optional_components_are_not_a_failure(monkeypatch, capsys):
     assert "To fix" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("total", "available", "used", "state"),
+    [
+        (2, 2, 0.1, "ok"),
+        (2, 2, 0.3, "busy"),
+        (1, 1, 0.5, "busy"),
+        (16, 16, 2.0, "ok"),  # steps with 14 threads are hardly slower
+        (16, 16, 6.0, "busy"),
+        (64, 2, 30.0, "ok"),  # a container on a large machine: two cores are all that it may use
+        (64, 2, 63.5, "busy"),
+    ],
+)
+def test_a_machine_is_busy_if_steps_are_slower_than_alone(total, available, used, state, monkeypatch):
+    class Others:
+        def measure(self):
+            return used
+
+    monkeypatch.setattr(doctor, "LOAD_SECONDS", 0)
+    monkeypatch.setattr(doctor, "OtherPrograms", Others)
+    monkeypatch.setattr(doctor.cores, "allowed", lambda: set(range(total)))
+    monkeypatch.setattr(doctor.cores, "available", lambda: available)
+    found = doctor._load()
+    assert (found.state, found.found) == (state, f"other programs use {used:.1f} of {total} cores")
+
+
 def pretend_version(monkeypatch, package: str, version: str | None):
     real = metadata.version
 
