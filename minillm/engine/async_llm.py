@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
 
+import torch
+
 from minillm import from_vllm
 from minillm.config import DeviceConfig, EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
@@ -79,7 +81,9 @@ class AsyncLLM:
         # and a second pool would compete with the first for the cores.
         make = (lambda: Engine(model, tokenizer, **options)) if engine is None else (lambda: engine)
         made: Future[Engine] = Future()
-        self._thread = threading.Thread(target=self._run, args=(make, made), name="minillm-engine", daemon=True)
+        # A new thread would take over the number of threads that a step of another engine, in its thread, has just set.
+        start = (make, made, torch.get_num_threads())
+        self._thread = threading.Thread(target=self._run, args=start, name="minillm-engine", daemon=True)
         self._thread.start()
         try:
             self.engine = made.result()
@@ -275,7 +279,8 @@ class AsyncLLM:
             except Exception as error:  # InvalidRequest, or a user-supplied policy's mistake
                 self._post(each.mailbox, each.key, error)
 
-    def _run(self, make: Callable[[], Engine], made: "Future[Engine]") -> None:
+    def _run(self, make: Callable[[], Engine], made: "Future[Engine]", cpu_threads: int) -> None:
+        torch.set_num_threads(cpu_threads)
         try:
             self.engine = make()
             unlimited = self.engine.config

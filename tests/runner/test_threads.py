@@ -1,13 +1,19 @@
 """A step uses the cores that other programs leave free."""
 
+import contextlib
 import logging
+import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.cores import OtherPrograms
-from minillm.runner.threads import AGAIN, EVERY, FREE, STALE, Threads
+from minillm.config import EngineConfig
+from minillm.cores import FREE, OtherPrograms
+from minillm.engine.async_llm import AsyncLLM
+from minillm.errors import ConfigError
+from minillm.runner.threads import AGAIN, EVERY, STALE, Threads
 
 
 class Machine:
@@ -75,6 +81,12 @@ def test_a_fixed_number_is_used_whatever_other_programs_do():
     assert set(Machine(fixed=3).run(4)) == {3}
 
 
+@pytest.mark.parametrize("count", [0, 1025, 2**40])
+def test_a_number_that_no_machine_has_is_refused(count):
+    with pytest.raises(ConfigError, match="cpu_threads must be a whole number from 1 to 1024"):
+        EngineConfig(cpu_threads=count)
+
+
 def test_what_was_measured_while_the_engine_was_idle_is_not_used():
     machine = Machine(total=2)
     machine.now += 10 * STALE
@@ -122,3 +134,25 @@ def test_the_engine_runs_its_steps_with_the_number_it_was_given(monkeypatch):
         monkeypatch.setattr(llm.engine.model, "forward", counted)
         llm.generate("a", SamplingParams(max_tokens=3, ignore_eos=True))
     assert seen == {2} and torch.get_num_threads() == 4
+
+
+def test_an_engine_that_starts_during_anothers_step_does_not_take_over_its_number():
+    """A new thread begins with the number that was last set in any thread."""
+    began, may_end = threading.Event(), threading.Event()
+
+    def step():
+        with Threads(fixed=1).chosen():
+            began.set()
+            may_end.wait()
+
+    other = threading.Thread(target=step)
+    other.start()
+    began.wait()
+    try:
+        with contextlib.closing(AsyncLLM(device="cpu")) as engine:
+            found = Future()
+            engine._tell(lambda: found.set_result(torch.get_num_threads()))
+            assert found.result() == 4
+    finally:
+        may_end.set()
+        other.join()
