@@ -3,8 +3,9 @@
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -151,6 +152,15 @@ def pieces(entry: Entry, buffer: Tensor, rows: int) -> Iterator[Tensor]:
 def is_consistent(entry: Entry) -> bool:
     """Whether a tensor has as many bytes as its shape and its dtype, which must be in FILE_DTYPES, take."""
     return entry.nbytes == math.prod(entry.shape) * FILE_DTYPES[entry.dtype].itemsize
+
+
+def overlapping(entries: Mapping[str, Entry]) -> tuple[str, str] | None:
+    """The names of two tensors that share bytes of a file, which the format forbids; None if there are none."""
+    placed = sorted((each.file, each.start, each.nbytes, name) for name, each in entries.items() if each.nbytes)
+    for (file, start, nbytes, name), (next_file, next_start, _, other) in pairwise(placed):
+        if file == next_file and start + nbytes > next_start:
+            return name, other
+    return None
 
 
 def are_equal(one: Entry, other: Entry) -> bool:

@@ -31,6 +31,7 @@ from .checkpoint import (
     are_equal,
     buffer_bytes,
     is_consistent,
+    overlapping,
     pieces,
     read_headers,
     rows_at_once,
@@ -333,6 +334,9 @@ def fill_from_files(model: Model, entries: dict[str, Entry], directory: Path, la
             raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; supported are {', '.join(supported)}")
         if not is_consistent(entry):
             raise ConfigError(f"{entry.file}: tensor {name} has {entry.nbytes} bytes, which do not match its shape")
+    if shared := overlapping(entries):
+        name, other = shared
+        raise ConfigError(f"{entries[name].file} is damaged: tensors {name} and {other} share bytes. Copy it again")
     # One buffer for all tensors: with one for each, fragmentation would raise the peak to several of them.
     largest = max(buffer_bytes(entry, rows_at_once(entry)) for entry in entries.values())
     buffer = torch.empty(largest, dtype=torch.uint8)

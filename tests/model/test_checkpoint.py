@@ -170,15 +170,38 @@ def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("change", [-4, 4])
-def test_a_tensor_with_more_or_fewer_bytes_than_its_shape_takes_is_refused(change, tmp_path):
-    models.make("llama-biases").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
+def edit_header(directory, edit):
+    file = directory / "model.safetensors"
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    header[HEAD]["data_offsets"][1] += change
+    edit(header)
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :] + bytes(8))
+
+
+@pytest.mark.parametrize("change", [-4, 4])
+def test_a_tensor_with_more_or_fewer_bytes_than_its_shape_takes_is_refused(change, tmp_path):
+    models.make("llama-biases").save_pretrained(tmp_path)
+
+    def longer(header):
+        header[HEAD]["data_offsets"][1] += change
+
+    edit_header(tmp_path, longer)
     with pytest.raises(ConfigError, match=r"tensor lm_head.weight has \d+ bytes, which do not match its shape"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("shift", [0, 4])
+def test_tensors_that_share_bytes_are_refused_by_name(shift, tmp_path):
+    """safetensors refuses the file: "invalid offset"."""
+    models.make("llama-biases").save_pretrained(tmp_path)
+    one, other = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+
+    def move(header):
+        begin, end = header[one]["data_offsets"]
+        header[other]["data_offsets"] = [begin + shift, end + shift]
+
+    edit_header(tmp_path, move)
+    with pytest.raises(ConfigError, match=r"is damaged: tensors \S+ and \S+ share bytes. Copy it again"):
         load_model(tmp_path)
