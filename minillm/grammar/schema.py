@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, TypeGuard
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urldefrag, urljoin
 
 from minillm.errors import InvalidRequest
 
@@ -52,9 +52,23 @@ def step(pointer: str, *names: object) -> str:
     return "/".join([pointer, *(str(name).replace("~", "~0").replace("/", "~1") for name in names)])
 
 
+def _fragment(schema: Part, reference: str) -> str | None:
+    """The "#..." of a reference to the schema itself, which may call it by its $id; None: it names another document."""
+    if reference.startswith("#"):
+        return reference
+    given = schema.get("$id", "")
+    try:
+        base = urldefrag(given).url if isinstance(given, str) else ""
+        document, fragment = urldefrag(urljoin(base, reference))
+    except ValueError:  # one of them is no URL
+        return None
+    return "#" + fragment if document == base else None
+
+
 def target(schema: Part, reference: Any) -> tuple[str, Part] | None:
-    """The part of `schema` that a "#..." reference names; None: it names none, or not by its place."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+    """The part of `schema` that a reference names; None: it names none, or not by its place."""
+    reference = _fragment(schema, reference) if isinstance(reference, str) else None
+    if reference is None or not (reference == "#" or reference.startswith("#/")):
         return None
     pointer, part = "#", schema
     for each in reference.split("/")[1:]:
@@ -104,23 +118,51 @@ def prepared(schema: Part, library: Any) -> Part:
     """The schema as the library is to compile it; changed in place. Raises InvalidRequest."""
     _check_multiples(schema)
     found = parts(schema)
+    _check_references(schema, found)
     _check_cycles(schema, found)
     _settle_patterns(found, library)
     found = parts(schema)
+    whole = any("integer" in _types(part) for part in found.values())
     for pointer, part in found.items():
-        _check_values(pointer, {name: part[name] for name in ("const", "enum") if name in part})
+        _check_values(pointer, {name: part[name] for name in ("const", "enum") if name in part}, whole)
         _check_bounds(pointer, part)
     close(found.values())
     return schema
 
 
-def _check_values(pointer: str, value: Any) -> None:
+def _check_references(schema: Part, found: dict[str, dict[str, Any]]) -> None:
+    """Refuse references to what is not among the parts: the library may find it, but nothing was checked there."""
+    anchors = {f"#{part[name]}" for part in found.values() for name in ("$anchor", "$dynamicAnchor") if name in part}
+    anchors |= {part[name] for part in found.values() for name in ("$id", "id") if isinstance(part.get(name), str)}
+    bases = [pointer for pointer, part in found.items() if pointer != "#" and _is_base(part)]
+    for pointer, part in found.items():
+        if not isinstance(reference := part.get("$ref"), str):
+            continue
+        fragment = _fragment(schema, reference)
+        if fragment is None or any(f"{pointer}/".startswith(f"{base}/") for base in bases):
+            raise refusal(pointer, "a $ref names another document: put it under $defs, and refer to #/$defs/...")
+        if fragment not in anchors and target(schema, fragment) is None:
+            raise refusal(pointer, f"a $ref names {fragment[1:]!r}, which does not exist: put it under $defs")
+
+
+def _is_base(part: dict[str, Any]) -> bool:
+    """Whether references in this part count from it, as from a document of its own."""
+    return any(isinstance(part.get(name), str) and not part[name].startswith("#") for name in ("$id", "id"))
+
+
+def _types(part: dict[str, Any]) -> list[Any]:
+    kinds = part.get("type", "number")
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
+def _check_values(pointer: str, value: Any, whole: bool) -> None:
+    """Refuse integers that not all readers read exactly. whole: some number is to be an integer, so 1e20 may be one."""
     left = [(pointer, value)]
     while left:
         pointer, value = left.pop()
         if isinstance(value, (dict, list)):
             left += [(step(pointer, name), each) for name, each in _members(value)]
-        elif isinstance(value, int) and abs(value) > LARGEST:
+        elif _number(value) and abs(value) > LARGEST and (whole or isinstance(value, int)):
             raise refusal(pointer, f"{_TOO_LARGE}: make it a string")
 
 
@@ -135,8 +177,7 @@ def _number(value: Any) -> TypeGuard[float]:
 def _check_bounds(pointer: str, part: dict[str, Any]) -> None:
     """Tighten bounds to the numbers that all readers of JSON read exactly; refuse those that leave none of these, and
     bounds that the library does not keep."""
-    kinds = part.get("type", "number")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = _types(part)
     if "number" not in kinds and "integer" not in kinds:
         return
     for end, sign in (("inimum", 1), ("aximum", -1)):

@@ -76,6 +76,20 @@ REFUSED = [
         "#/$defs/n/items/anyOf/1",
         '"contains"',
     ),
+    (record({"a": {"$ref": "json-schema:///#/x"}}) | {"x": NULL}, "#/properties/a", "another document"),
+    ({"$id": "http://[", "$ref": "x"}, "#", "another document"),
+    (record({"a": {"$ref": "#/x/+0"}}) | {"x": [NULL]}, "#/properties/a", r"names '/x/\+0', which does not exist"),
+    ({"$id": "http://localhost/s", "$ref": "s"}, "#", "leads back to itself"),
+    (
+        {"$id": "http://localhost/s", "$ref": "http://localhost/s#/x", "x": {"const": 2**60}},
+        "#/x/const",
+        "make it a string",
+    ),
+    (
+        {"$ref": "#/$defs/d", "$defs": {"d": {"$id": "http://localhost/d", "items": {"$ref": "#/x"}, "x": NULL}}},
+        "#/$defs/d/items",
+        "another document",
+    ),
     # nothing can follow
     (record({"a": {"enum": []}}, required=["a"]), "#/properties/a", "an enum, a type or an anyOf is an empty list"),
     (record({"a": False}, required=["a"]), "#/properties/a", "no value is possible: schema is false"),
@@ -92,6 +106,8 @@ REFUSED = [
     ({"type": "number", "minimum": 1e300}, "#/minimum", "ask for a string of digits"),
     (record({"a": {"const": 2**53 + 1}}), "#/properties/a/const", "make it a string"),
     ({"enum": [1, {"b": [10**30]}]}, "#/enum/1/b/0", "make it a string"),
+    ({"type": "integer", "const": -1e20}, "#/const", "make it a string"),
+    ({"allOf": [{"enum": [-(2.0**63)]}, {"type": ["integer", "null"]}]}, "#/allOf/0/enum/0", "make it a string"),
     (
         {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
         "#/exclusiveMinimum",
@@ -147,6 +163,9 @@ FOLLOWED = [
     {"$ref": "#/$defs/x%20y", "$defs": {"x y": {"$ref": "#/$defs/a~1b"}, "a/b": DIGIT}},
     record({"a": {"$ref": "#/components/X"}}, required=["a"]) | {"components": {"X": record({"k": DIGIT})}},
     {"$id": "http://localhost/s", "$ref": "#/$defs/a", "$defs": {"a": DIGIT}},
+    {"$id": "http://localhost/s", "$ref": "s#/x", "x": DIGIT},
+    record({"a": {"$id": "http://localhost/a", "type": "null"}, "b": {"$ref": "#/properties/a"}}, required=["b"]),
+    {"enum": [-1e20, 1e300]},
     {"$ref": "#a", "$defs": {"x": {"$anchor": "a", "type": "boolean"}}},
     # combinations
     {"anyOf": [{"enum": []}, DIGIT]},
