@@ -294,7 +294,11 @@ class AsyncLLM:
         try:
             self._work()
         except BaseException as error:  # a bug: no client may wait for tokens that never come
-            self._closing = True
+            with self._wake:
+                self._closing = True
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()  # requests that came meanwhile end like the others
             failure = error if isinstance(error, Exception) else EngineClosed(f"the engine's thread ended: {error!r}")
             for each in list(self._listening.values()):
                 self._post(each.mailbox, each.key, failure)
@@ -308,9 +312,10 @@ class AsyncLLM:
 
     def _work(self) -> None:
         while True:
+            self._turn_began = None
+            busy = self._busy  # not under `_wake`: a thread that has the engine's lock may be waiting for that
             with self._wake:
-                self._turn_began = None
-                while not (self._commands or self._closing or self._busy):
+                while not (self._commands or self._closing or busy):
                     self._wake.wait()
                 self._turn_began = time.monotonic()
                 commands = [self._commands.popleft() for _ in range(len(self._commands))]

@@ -89,3 +89,53 @@ def test_leaving_a_stream_aborts_its_request(monkeypatch):
         return aborted
 
     assert len(asyncio.run(work())) == 1
+
+
+def test_a_thread_that_has_the_engines_lock_can_submit():
+    """A listener has it, for example. The engine's thread must not wait for it while others cannot submit."""
+
+    class Lock:
+        """The engine's lock, which says when the engine's thread wants it."""
+
+        def __init__(self, lock):
+            self.lock, self.wanted = lock, threading.Event()
+
+        def __enter__(self):
+            if threading.current_thread() is llm._thread:
+                self.wanted.set()
+            return self.lock.__enter__()
+
+        def __exit__(self, *exception):
+            return self.lock.__exit__(*exception)
+
+    llm = AsyncLLM(device="cpu", num_blocks=64)
+    lock = llm.engine.lock = Lock(llm.engine.lock)
+    llm._step = llm._deliver = lambda: None  # they want the lock, too: what counts is the look for more work
+    with lock:
+        llm._tell(lambda: None)
+        assert lock.wanted.wait(TIMEOUT)
+        assert llm._wake.acquire(timeout=TIMEOUT), (
+            "the engine's thread waits for the lock, and holds what a caller needs"
+        )
+        llm._wake.release()
+    llm.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_comes_while_the_engine_thread_fails_ends_with_the_cause(monkeypatch):
+    submitted = threading.Event()
+
+    def busy(llm):
+        assert submitted.wait(TIMEOUT)
+        raise ZeroDivisionError
+
+    async def work():
+        monkeypatch.setattr(AsyncLLM, "_busy", property(busy))
+        llm = AsyncLLM(device="cpu", num_blocks=64)
+        answer = asyncio.create_task(llm.generate("Once", ENDLESS))
+        await async_wait_until(lambda: llm._commands)
+        submitted.set()
+        with pytest.raises(ZeroDivisionError):
+            await answer
+
+    asyncio.run(work())
