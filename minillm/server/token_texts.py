@@ -79,11 +79,12 @@ class TokenTexts:
         the tokenizer added, like <bos>. If the tokenizer rewrites texts (to lower case, say), offsets are approximate.
         """
         offsets = self.offsets(tokens)
+        added = len(getattr(self.tokenizer, "prefix", ()))  # of the first tokens: the client may have written them too
         more, seen = 0, 0  # characters of special tokens so far, and how many
         for i, token in enumerate(tokens if written else ()):
             offsets[i] += more
             shown = self.of(token)
-            if not shown.in_text:
+            if not shown.in_text and i >= added:
                 # It may have taken the spaces before it, or put one before each text after a special token.
                 last = _SPACE.match(prompt, offsets[i]).end()  # type: ignore[union-attr]
                 start = prompt.find(shown.piece, max(offsets[i] - seen, 0), last + len(shown.piece))

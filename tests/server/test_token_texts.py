@@ -159,6 +159,17 @@ def test_special_tokens_that_a_client_wrote_are_in_its_echo(ask, theirs, prompt)
             assert name == bos or name.startswith("bytes:") or prompt.startswith(name, offset)
 
 
+@pytest.mark.parametrize("prompt", ["{0}The river", "  {0}{0}The river", "\n{0}"])
+def test_a_special_token_that_was_added_is_not_the_one_that_the_client_wrote(ask, theirs, prompt):
+    bos = theirs.library.encode("").tokens[0]
+    prompt = prompt.format(bos)
+    (choice,) = ask(prompt, echo=True, logprobs=0, max_tokens=1)
+    form = choice["logprobs"]
+    found = [offset for name, offset in zip(form["tokens"], form["text_offset"], strict=True) if name == bos]
+    written = [place for place in range(len(prompt)) if prompt.startswith(bos, place)]
+    assert found[: len(written) + 1] == [0, *written] and form["text_offset"] == sorted(form["text_offset"])
+
+
 def test_all_likeliest_tokens_are_reported_and_the_chosen_one_by_its_name(ask, cases):
     for choice in ask(cases, n=3, logprobs=20):
         form = choice["logprobs"]
