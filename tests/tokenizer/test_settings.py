@@ -58,6 +58,10 @@ CASES = {
     "a new token": ([], {"tokenizer_config": config(added_tokens_decoder={str(NEXT): Z})}),
     "flags of a token of the vocabulary": ([], {"tokenizer_config": config(added_tokens_decoder={"7": LSTRIP_X})}),
     "other flags than in tokenizer.json": (IN_FILE, {"tokenizer_config": config(added_tokens_decoder={"7": LSTRIP_X})}),
+    "plain, though special in tokenizer.json": (
+        [{"id": 7, **Z, "content": "<x>"}],
+        {"tokenizer_config": config(added_tokens_decoder={"7": LSTRIP_X})},
+    ),
     "another id than in the vocabulary": ([], {"tokenizer_config": config(added_tokens_decoder={"3": LSTRIP_X})}),
     "extra special tokens": ([], {"tokenizer_config": config(extra_special_tokens=["<x>", "<q>"])}),
     "additional special tokens": (IN_FILE, {"tokenizer_config": config(additional_special_tokens=["<x>", "<q>"])}),
