@@ -56,7 +56,7 @@ class ChatTemplate:
         variables = {"tools": None, "documents": None, **self._special_tokens}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program, which may fail in any way on messages it was not made for
             raise TokenizerError(f"the chat template rejects these messages: {error}") from error
 
 

@@ -128,6 +128,21 @@ def test_a_developers_message_is_the_systems_where_the_template_names_no_develop
     assert found == ("developer" if names else "system") and messages[0]["role"] == "developer"
 
 
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ messages[0].content.index('<') }}", "substring not found"),
+        ("{{ messages[0].content.format() }}", "Single '{' encountered"),
+        ("{{ 1 // messages[0].content|length }}{{ 1 // (messages|length - 1) }}", "division"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_a_template_that_fails_like_a_program_rejects_the_messages(source, why):
+    with pytest.raises(TokenizerError, match=f"^the chat template rejects these messages: .*{why}"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "{"}])
+
+
 def test_a_missing_chat_template_error_says_where_to_put_one(directories):
     llama3 = Tokenizer.from_pretrained(directories["llama3"])
     with pytest.raises(TokenizerError, match="no chat template: .* put a chat_template.jinja"):
