@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 from minillm import cores, pretrained
 from minillm.cores import OtherPrograms
+from minillm.errors import ConfigError
 from minillm.folders import DATA, LINKED, PACKAGE, how_to_install
 
 GIB = 1 << 30
@@ -275,9 +276,12 @@ def _offers() -> Iterator[Finding]:
     for offer in pretrained.CATALOG.values():
         if pretrained.downloaded(offer):
             yield Finding(offer.name, f"{offer.title}, {offer.purpose}: `minillm generate --model {offer.name} --chat`")
-        else:
-            where = pretrained.place(offer)
-            yield Finding(offer.name, f"{offer.title} is not in {where.parent}", "missing", f"`{offer.command}`")
+            continue
+        try:
+            where, fix = f"not in {pretrained.place(offer).parent}", f"`{offer.command}`"
+        except ConfigError:  # there is no home directory
+            where, fix = "not here", f"set MINILLM_CACHE to a directory, then `{offer.command}`"
+        yield Finding(offer.name, f"{offer.title} is {where}", "missing", fix)
 
 
 def gemma_directory() -> Path | None:
@@ -285,7 +289,10 @@ def gemma_directory() -> Path | None:
     named = os.environ.get("MINILLM_GEMMA")
     if named:
         return Path(named) if (Path(named) / "config.json").is_file() else None
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    try:
+        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    except RuntimeError:  # there is no home directory
+        return None
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     for name in ("models--google--gemma-2b-it", "models--google--gemma-2b"):
         for config in sorted(cache.glob(f"{name}/snapshots/*/config.json")):

@@ -7,6 +7,7 @@ time: the others wait, and find it. What a killed process left is removed by the
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from minillm.values import read_json
 ORIGIN = "minillm_origin.json"
 LAYOUT = 1  # of a converted directory; a change of it makes old ones incomplete, so they are made again
 MB = 1e6
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,11 @@ def write_origin(directory: Path, found: Origin) -> None:
 
 def is_complete(directory: Path, sha256: str) -> bool:
     """Whether a directory of the cache is a whole model, made by this version from the file with that hash."""
-    found = origin(directory)
+    try:
+        found = origin(directory)
+    except (ConfigError, OSError) as error:  # it is damaged, or in a directory that may not be read
+        log.debug("%s", error)
+        return False
     return found is not None and (found.sha256, found.layout) == (sha256, LAYOUT)
 
 

@@ -60,7 +60,10 @@ def place(offer: Offer) -> Path:
 
 def downloaded(offer: Offer) -> Path | None:
     """The directory of a model of the catalog, if it is on this machine."""
-    found = place(offer)
+    try:
+        found = place(offer)
+    except ConfigError:  # there is no cache
+        return None
     return found if cache.is_complete(found, offer.sha256) else None
 
 

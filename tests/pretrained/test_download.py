@@ -283,6 +283,41 @@ def test_the_doctor_says_how_to_get_a_model_and_that_it_is_here(index):
     assert (finding().state, finding().fix) == ("ok", "") and "--model small --chat" in finding().found
 
 
+@pytest.mark.parametrize("how", ["damaged", "not readable", "no home"])
+def test_a_cache_that_cannot_be_read_stops_nothing_that_does_not_need_it(index, monkeypatch, how):
+    from minillm.course import doctor
+
+    if how == "no home":
+
+        def homeless():
+            raise RuntimeError("Could not determine home directory.")
+
+        for name in ("MINILLM_CACHE", "XDG_CACHE_HOME", "HF_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(Path, "home", homeless)
+    else:
+        (stub() / cache.ORIGIN).write_text("{")
+    if how == "not readable":
+
+        def denied(path, error):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(cache, "read_json", denied)
+    found = next(each for each in doctor.examine() if each.name == "small")
+    assert found.state == "missing" and found.fix.endswith("`minillm download small`")
+    chat = CliRunner().invoke(cli.app, ["generate", "--chat", "Hi", "--max-tokens", "1"])
+    assert chat.exit_code == 0 and "--model small" not in chat.stderr
+    listed = CliRunner().invoke(cli.app, ["models"])
+    assert "  here     no: `minillm download small`" in listed.stdout
+    with pytest.raises(ConfigError, match="small is not on this machine yet"):
+        resolve("small")
+
+
+def test_a_damaged_model_is_downloaded_again(index):
+    (stub() / cache.ORIGIN).write_text("{")
+    assert pretrained.origin(download("small")).source == "the package small-model 1.0"
+
+
 def test_eval_says_what_the_weights_had_lost(tmp_path, monkeypatch, weights):
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "Small.gguf").write_bytes(weights)
