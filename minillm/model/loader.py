@@ -23,6 +23,7 @@ from minillm.folders import DATA
 from minillm.quantization import Dense, Recipe, Weight, weight_only
 from minillm.quantization.checkpoints import ANY, Layout, read_layout
 from minillm.quantization.weight import copy_pieces, joined
+from minillm.values import shown
 
 from .checkpoint import (
     FILE_DTYPES,
@@ -206,9 +207,14 @@ def resolve(model: str | Path | None) -> Path | str:
                 f"the embedded model is not at {EMBEDDED}: reinstall minillm, or name a model's directory"
             )
         return EMBEDDED
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path
+    except RuntimeError:  # ~name, and no such user
+        raise ConfigError(f"no such model directory: {shown(str(model))}") from None
+    except OSError as error:
+        raise ConfigError(f"{shown(str(model))} cannot be read as a model's directory: {error.strerror}") from None
     if str(model) in PRESETS:
         return str(model)
     return pretrained.directory(model, PRESETS)

@@ -59,6 +59,12 @@ def test_a_path_that_has_the_form_of_a_model_of_the_hub_is_said_to_be_no_directo
         resolve("models/mine")
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 5000 + ".gguf", "~no-such-user/model", "a\0b"])
+def test_what_can_be_no_path_is_one_sentence(name):
+    with pytest.raises(ConfigError, match="no such model directory|cannot be read as a model's directory: File name"):
+        resolve(name)
+
+
 def test_a_file_of_another_kind_is_said_to_be_a_file(somewhere):
     (somewhere / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="model.safetensors is a file: give the directory"):
