@@ -11,16 +11,18 @@ import io
 import json
 import logging
 import math
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.errors import ConfigError, MissingPackage
+from minillm.errors import ConfigError, MinillmError, MissingPackage
 from minillm.folders import how_to_install
-from minillm.values import read_json, shown
+from minillm.values import as_float, read_json, shown
 
 from . import cache
 
@@ -52,6 +54,9 @@ GPT2_SPLIT = ("gpt-2", "gpt2")
 SMOLLM_SPLIT = "smollm"  # GPT-2's, after each digit has become a piece of its own
 LLAMA3_SPLITS = ("llama-bpe", "llama3", "llama-v3")
 WEIGHTS = "model.safetensors"
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries in Rust report an error of the system
+WHY = 160  # characters of a library's error that are quoted
+NAME_BYTES = 200  # of a directory's name, to which others are added
 TOKENIZER_BYTES = 64_000_000  # more than that of a vocabulary of 262,144 tokens
 CHUNK = 1 << 20
 MB = 1e6
@@ -66,9 +71,10 @@ def directory(file: Path) -> Path:
     """
     if not file.is_file():
         raise ConfigError(f"no such file: {file}")
-    file = file.resolve()
-    sha256 = _known_hash(file)
-    target = cache.cache_directory() / "gguf" / sha256[:16] / file.stem
+    file = file.absolute()  # not resolved: in the Hub's cache a file is a link to one that is named by its hash
+    state = _state(file)
+    sha256 = _known_hash(file, state)
+    target = cache.cache_directory() / "gguf" / sha256[:16] / _name(file)
     if cache.is_complete(target, sha256):
         return target
     header = _checked(file)
@@ -76,7 +82,10 @@ def directory(file: Path) -> Path:
 
     def fill(temporary: Path) -> cache.Origin:
         _say(f"converting {file.name} once, into {target}")
-        return convert_into(temporary, file, file.name, sha256, str(header.metadata.get("general.license", "")), _say)
+        found = convert_into(temporary, file, file.name, sha256, str(header.metadata.get("general.license", "")), _say)
+        if _state(file) != state:
+            raise ConfigError(f"{file} changed while it was converted: wait until it is complete")
+        return found
 
     return cache.build(target, sha256, _most_bytes(header), fill, _say)
 
@@ -85,24 +94,37 @@ def _say(line: str) -> None:
     log.warning("%s", line)
 
 
-def _known_hash(file: Path) -> str:
+def _name(file: Path) -> str:
+    """The name of a file's directory: its own, but never a hidden one, "." or "..", or too long."""
+    return file.stem.encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore").strip(". ") or "model"
+
+
+def _state(file: Path) -> tuple[int, int, int]:
+    """What changes when another content takes a file's place."""
+    about = file.stat()
+    return about.st_size, about.st_mtime_ns, about.st_ino
+
+
+def _known_hash(file: Path, state: tuple[int, int, int]) -> str:
     """The sha256 of a file; computed once for each path, size and time of change, since large files take seconds."""
-    state = file.stat()
-    identity = f"{file}\n{state.st_size}\n{state.st_mtime_ns}\n{state.st_ino}"
-    known = cache.cache_directory() / "gguf" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
-    if known.is_file() and isinstance(found := read_json(known, ConfigError).get("sha256"), str):
-        return found
+    identity = b"\n".join([os.fsencode(file), *(str(each).encode() for each in state)])
+    known = cache.cache_directory() / "gguf" / f"{hashlib.sha256(identity).hexdigest()[:16]}.json"
+    try:
+        if isinstance(found := read_json(known, ConfigError).get("sha256"), str):
+            return found
+    except ConfigError as error:  # there is none, or it is damaged
+        log.debug("%s", error)
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
     try:
         known.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = known.with_suffix(f".{id(digest)}")
+        unfinished = known.with_suffix(f".{os.getpid()}-{id(digest)}")
         unfinished.write_text(json.dumps({"file": str(file), "sha256": digest.hexdigest()}), encoding="utf-8")
         unfinished.replace(known)
-    except OSError as error:
-        raise cache.not_writable(error) from error
+    except OSError as error:  # a cache that is read-only may still hold the model
+        log.debug("%s could not be written: %s", known, error)
     return digest.hexdigest()
 
 
@@ -133,8 +155,13 @@ def _checked(file: Path) -> "Header":
             f"{file}: the tensor {shown(strange[0])} is of a kind that is not supported in GGUF files: use the "
             "model's directory with safetensors"
         )
-    scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
-    if scaling != "none":
+    scaling, *factors = (
+        header.metadata.get(f"{header.architecture}.rope.{key}")
+        for key in ("scaling.type", "scaling.factor", "scale_linear")
+    )
+    if scaling is None and any(factor not in (None, 0, 1) for factor in factors):
+        scaling = "linear"  # llama.cpp's default for files that state only a factor
+    if scaling not in (None, "none"):
         raise ConfigError(
             f"{file}: rope scaling ({shown(scaling)}) is not supported in GGUF files: use the model's directory with "
             "safetensors"
@@ -145,15 +172,77 @@ def _checked(file: Path) -> "Header":
             f"{file}: heads of {shown(found)} numbers are not supported in GGUF files of {header.architecture}, only "
             f"of {head_dim}: use the model's directory with safetensors"
         )
+    _check_shape(file, header)
     kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind not in TOKENIZERS:
         raise ConfigError(f"{file}: the tokenizer {shown(kind)} is not supported; it must be {' or '.join(TOKENIZERS)}")
+    prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    if kind == "llama" and not prefix and not header.architecture.startswith("gemma"):  # Gemma's never has one
+        raise ConfigError(
+            f"{file}: a tokenizer that puts no space before a text is not supported in GGUF files of "
+            f"{header.architecture}: use the model's directory with safetensors"
+        )
     if kind == "gpt2" and split not in _splits():
         raise ConfigError(
             f"{file}: its tokenizer splits text in a way, {shown(split)}, that is not supported in GGUF files: use the "
             "model's directory with safetensors"
         )
     return header
+
+
+def _check_shape(file: Path, header: "Header") -> None:
+    """Raise ConfigError unless the numbers of the metadata are those of the tensors.
+
+    transformers makes a model of the size that the metadata state, before it looks at a tensor.
+    """
+    metadata, shapes = header.metadata, {name: each.shape for name, each in header.tensors.items()}
+
+    def number(key: str, default: int | None = None) -> int:
+        key = f"{header.architecture}.{key}"
+        found = metadata.get(key, default)
+        if type(found) is not int or not 1 <= found < 1 << 31:
+            raise ConfigError(
+                f"{file} is damaged, or of a kind that is not supported in GGUF files: {key} must be a whole number "
+                f"above 0, not {shown(found)}"
+            )
+        return found
+
+    width, heads = number("embedding_length"), number("attention.head_count")
+    number("context_length", 1)
+    # What transformers takes for it: a fixed number, what rotates, or a share of the width.
+    head = HEAD_DIMS.get(header.architecture) or width // heads
+    if header.architecture == "llama":
+        head = number("rope.dimension_count", head)
+    stated = {
+        "token_embd.weight": (width, number("vocab_size", shapes.get("token_embd.weight", (0, 0))[-1])),
+        "blk.0.attn_q.weight": (width, heads * head),
+        "blk.0.attn_k.weight": (width, number("attention.head_count_kv", heads) * head),
+        "blk.0.ffn_up.weight": (width, number("feed_forward_length")),
+    }
+    for name, shape in stated.items():
+        if name not in shapes:
+            raise ConfigError(f"{file} has no tensor {name}: name a file with the whole model")
+        if shapes[name] != shape:
+            raise ConfigError(
+                f"{file} is damaged: by its metadata the tensor {name} has the shape {shape}, and it has "
+                f"{shapes[name]}; download it again"
+            )
+    layers = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
+    if (blocks := number("block_count")) != len(layers):
+        raise ConfigError(
+            f"{file} is damaged: it has tensors of {len(layers)} layers, and {header.architecture}.block_count is "
+            f"{blocks}; download it again"
+        )
+    for key, required in (("attention.layer_norm_rms_epsilon", True), ("rope.freq_base", False)):
+        key = f"{header.architecture}.{key}"
+        value = as_float(metadata.get(key, None if required else 1.0))
+        if value is None or value <= 0:
+            raise ConfigError(f"{file} is damaged: {key} must be a number above 0, not {shown(metadata.get(key))}")
+    for name in ("bos", "eos", "eot", "padding", "unknown"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        token = metadata.get(key, 0)
+        if type(token) is not int or not 0 <= token < shapes["token_embd.weight"][-1]:
+            raise ConfigError(f"{file} is damaged: {key} must be the id of a token, not {shown(token)}")
 
 
 def _splits() -> tuple[str, ...]:
@@ -177,12 +266,40 @@ def convert_into(
     Raises ConfigError before any work for a file that is damaged or holds what the engine does not read.
     """
     header = _checked(file)
-    with _quiet():
-        _write_tokenizer(target, file, header.metadata)
-        nbytes = _write_model(target, file, len(header.tensors))
+    # transformers would also read a tokenizer or a configuration that lies beside the file: here nothing does.
+    alone = target / "alone"
+    alone.mkdir()
+    link = alone / "model.gguf"
+    link.symlink_to(file.absolute())
+    with _named(file), _quiet():
+        _write_tokenizer(target, link, header.metadata)
+        nbytes = _write_model(target, link, len(header.tensors))
+    shutil.rmtree(alone)
     say(f"{nbytes / MB:,.0f} MB of weights")
     rounded = sorted({each.type for each in header.tensors.values()} - {*PLAIN})
     return cache.Origin(source, sha256, ", ".join(rounded), license)
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Errors of the libraries that convert a file, as one that names it; those of the machine stay as they are."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    except (MinillmError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        if found := OS_ERROR.search(str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number)) from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"{file} cannot be converted ({why[:WHY]}): it is damaged, or of a kind that is not supported in GGUF "
+            "files; download it again, or use the model's directory with safetensors"
+        ) from error
 
 
 @contextmanager
@@ -226,13 +343,13 @@ def _write_model(target: Path, file: Path, count: int) -> int:
         file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"{file}: {missing[0]} is missing" + (f", and {len(missing) - 1} more" * (len(missing) > 1)))
+        raise ConfigError(f"{missing[0]} is missing" + (f", and {len(missing) - 1} more" * (len(missing) > 1)))
     tensors = {name: _smallest(each.detach()) for name, each in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     if len(tensors) != count:  # transformers drops what it has no place for, such as biases
         raise ConfigError(
-            f"{file} has {count} tensors, and its kind of model has {len(tensors)}: use the model's directory with "
+            f"it has {count} tensors, and its kind of model has {len(tensors)}: use the model's directory with "
             "safetensors"
         )
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})

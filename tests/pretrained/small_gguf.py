@@ -50,7 +50,8 @@ def tokenizer(digits: bool) -> Tokenizer:
 def write(path: Path, kind: Kind = Kind.Q4_1, table: Kind = Kind.Q8_0, **changes: object) -> LlamaForCausalLM:
     """Write a file with random weights in these formats; the model of transformers with the values that it holds.
 
-    changes: of the metadata, by keyword: architecture, split, tokenizer; tensors (more of them); without (one of them)
+    changes: of the metadata, by keyword: architecture, split, tokenizer; tensors (more of them); without (one of them);
+    fields (more of them, or others in their place)
     """
     given = SimpleNamespace(
         **{
@@ -84,8 +85,9 @@ def write(path: Path, kind: Kind = Kind.Q4_1, table: Kind = Kind.Q8_0, **changes
     writer = _writer(path, given.architecture, twin.config, given.tokenizer, given.split)
     writer.add_license("apache-2.0")
     writer.add_rope_dimension_count(HEAD)
-    for name, text in given.fields.items():
-        writer.add_string(name, text)
+    for name, value in given.fields.items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add.get(type(value), writer.add_array)(name, value)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             own, heads = _name(name)

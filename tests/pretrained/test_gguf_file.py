@@ -1,8 +1,10 @@
 """A GGUF file becomes a directory with the same numbers, once."""
 
+import errno
 import json
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from minillm import LLM, ConfigError, Tokenizer
 from minillm.model import load_model
 from minillm.model.checkpoint import read_header
 from minillm.model.families import ARCHITECTURES
-from minillm.model.loader import resolve
+from minillm.model.loader import EMBEDDED, resolve
 from minillm.pretrained import gguf_file, origin
 from tests.pretrained import small_gguf
 
@@ -167,12 +169,27 @@ def test_the_hash_of_a_file_is_computed_again_only_after_a_change(tmp_path):
         ({"tensors": {"rope_freqs.weight": [1.0] * 8}}, "the tensor 'rope_freqs.weight' is of a kind"),
         ({"tensors": {"blk.0.ffn_gate_exps.weight": [[1.0]]}}, "the tensor 'blk.0.ffn_gate_exps.weight' is of a kind"),
         ({"fields": {"llama.rope.scaling.type": "yarn"}}, r"rope scaling \('yarn'\)"),
+        ({"fields": {"llama.rope.scaling.factor": 4.0}}, r"rope scaling \('linear'\)"),
+        ({"fields": {"llama.rope.scale_linear": 4.0}}, r"rope scaling \('linear'\)"),
+        ({"tokenizer": "llama", "fields": {"tokenizer.ggml.add_space_prefix": False}}, "no space before a text"),
         ({"tokenizer": "bert"}, "the tokenizer 'bert' is not supported"),
         ({"split": "deepseek-llm"}, "splits text in a way, 'deepseek-llm', that is not supported"),
         ({"tensors": {"blk.0.attn_q.bias": [1.0] * 64}}, "has 21 tensors, and its kind of model has 20"),
         ({"without": "blk.1.ffn_up.weight"}, r"layers\.1\.mlp\.up_proj.* is missing"),
     ],
-    ids=["architecture", "llama 3's frequencies", "experts", "yarn", "tokenizer", "split", "biases", "missing"],
+    ids=[
+        "architecture",
+        "llama 3's frequencies",
+        "experts",
+        "yarn",
+        "a factor",
+        "an older factor",
+        "no prefix",
+        "tokenizer",
+        "split",
+        "biases",
+        "missing",
+    ],
 )
 def test_what_cannot_be_read_is_refused_by_name_and_leaves_nothing(tmp_path, cache, changes, message):
     file = tmp_path / "file.gguf"
@@ -180,6 +197,128 @@ def test_what_cannot_be_read_is_refused_by_name_and_leaves_nothing(tmp_path, cac
     with pytest.raises(ConfigError, match=message):
         resolve(file)
     assert not [path for path in cache.rglob("*") if path.name == "config.json"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_count", 2**31 - 1, "it has tensors of 2 layers, and llama.block_count is 2147483647"),
+        ("block_count", 2.0, "llama.block_count must be a whole number above 0, not 2.0"),
+        ("block_count", "2", "llama.block_count must be a whole number above 0, not '2'"),
+        ("embedding_length", 2**31 - 1, r"the tensor token_embd.weight has the shape \(2147483647, 266\), and it has"),
+        ("vocab_size", 10, r"the tensor token_embd.weight has the shape \(64, 10\), and it has \(64, 266\)"),
+        ("feed_forward_length", 48, r"the tensor blk.0.ffn_up.weight has the shape \(64, 48\)"),
+        ("attention.head_count", 0, "llama.attention.head_count must be a whole number above 0, not 0"),
+        ("attention.head_count", [4, 4], r"llama.attention.head_count must be .* not \(4, 4\)"),
+        ("attention.head_count_kv", 3, r"the tensor blk.0.attn_k.weight has the shape \(64, 48\)"),
+        ("rope.dimension_count", 8, r"the tensor blk.0.attn_q.weight has the shape \(64, 32\)"),
+        ("rope.freq_base", float("nan"), "llama.rope.freq_base must be a number above 0, not nan"),
+        ("attention.layer_norm_rms_epsilon", "x", "layer_norm_rms_epsilon must be a number above 0, not 'x'"),
+        ("bos_token_id", 266, "tokenizer.ggml.bos_token_id must be the id of a token, not 266"),
+        ("eos_token_id", "x", "tokenizer.ggml.eos_token_id must be the id of a token, not 'x'"),
+        ("tokens", ["a", "b"], "cannot be converted .*: it is damaged, or of a kind that is not supported"),
+        ("merges", ["a b c"], "cannot be converted .*: it is damaged, or of a kind that is not supported"),
+    ],
+)
+def test_metadata_that_do_not_fit_the_tensors_are_refused_at_little_cost(tmp_path, cache, key, value, message):
+    kind = "tokenizer.ggml" if key.endswith(("_id", "tokens", "merges")) else "llama"
+    small_gguf.write(tmp_path / "file.gguf", fields={f"{kind}.{key}": value})
+    with pytest.raises(ConfigError, match=f"file.gguf .*{message}") as caught:
+        resolve(tmp_path / "file.gguf")
+    assert "\n" not in str(caught.value) and not list(cache.rglob("config.json"))
+
+
+def test_what_lies_beside_a_file_is_neither_read_nor_executed(small, tmp_path):
+    """The Hub's directories often hold files of the original model, too."""
+    file, _, expected = small
+    folder = tmp_path / "beside"
+    folder.mkdir()
+    copy = folder / file.name
+    copy.write_bytes(file.read_bytes() + b"\0")  # another content, or the conversion of the first would be found
+    for path in EMBEDDED.iterdir():
+        if path.suffix == ".json":
+            (folder / path.name).write_bytes(path.read_bytes())
+    own = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    (folder / "tokenizer.model").write_bytes(b"not a model")
+    (folder / "own.py").write_text("raise SystemExit('it was executed')")
+    found = resolve(copy)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
+        assert (found / name).read_text() == (expected / name).read_text()
+    assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["...gguf", "..gguf", "x" * 250 + ".gguf", os.fsdecode(b"caf\xe9.gguf")])
+def test_a_strange_name_of_a_file_leads_to_no_other_place(small, tmp_path, cache, name):
+    other = cache / "gguf" / "other" / "config.json"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    file = tmp_path / name
+    try:
+        file.write_bytes(small[0].read_bytes())
+    except OSError:
+        pytest.skip("the file system has no such names")
+    found = resolve(file)
+    assert other.exists() and found.parent.parent == cache / "gguf" and found == resolve(file)
+    assert 0 < len(found.name) <= 200 and found.name.isprintable() and not found.name.startswith(".")
+
+
+def test_a_link_gives_the_model_its_name(small, tmp_path):
+    """The Hub's cache has links to files that are named by their hashes."""
+    (tmp_path / "0123abcd").write_bytes(small[0].read_bytes())
+    (tmp_path / "Named.gguf").symlink_to("0123abcd")
+    assert resolve(tmp_path / "Named.gguf").name == "Named"
+
+
+def test_a_cache_that_is_read_only_may_hold_the_model(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    file = tmp_path / "one.gguf"
+    small_gguf.write(file)
+    first, moved = resolve(file), file.rename(tmp_path / "elsewhere" / "one.gguf")
+
+    def denied(self, *arguments, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", denied)
+        assert resolve(moved) == first
+
+
+def test_a_damaged_note_of_a_hash_is_made_again(tmp_path, cache):
+    file = tmp_path / "one.gguf"
+    small_gguf.write(file)
+    first = resolve(file)
+    (note,) = (cache / "gguf").glob("*.json")
+    note.write_text("")
+    assert resolve(file) == first and "sha256" in note.read_text()
+
+
+def test_a_file_that_changes_while_it_is_converted_is_not_kept(tmp_path, cache, monkeypatch):
+    file = tmp_path / "one.gguf"
+    small_gguf.write(file)
+    own = gguf_file.convert_into
+
+    def meanwhile(*arguments):
+        small_gguf.write(file, Kind.F16, Kind.F16)
+        return own(*arguments)
+
+    monkeypatch.setattr(gguf_file, "convert_into", meanwhile)
+    with pytest.raises(ConfigError, match="one.gguf changed while it was converted: wait until it is complete"):
+        resolve(file)
+    assert not list(cache.rglob("config.json"))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("I/O error: No space (os error 28)")])
+def test_a_disk_that_fills_up_is_no_damage_of_the_file(tmp_path, monkeypatch, error):
+    """Libraries in Rust, such as safetensors, have exceptions of their own."""
+
+    def full(*arguments, **options):
+        raise error
+
+    small_gguf.write(tmp_path / "file.gguf")
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(ConfigError, match="the cache of models, .* cannot be written: No space left"):
+        resolve(tmp_path / "file.gguf")
 
 
 def test_a_damaged_file_is_refused_before_anything_is_converted(tmp_path, monkeypatch):
