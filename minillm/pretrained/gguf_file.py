@@ -51,6 +51,7 @@ TENSOR = re.compile(
 PLAIN = ("F32", "F16", "BF16")  # the formats of tensors that are not quantized
 TOKENIZERS = ("gpt2", "llama")  # byte-level BPE, and sentencepiece's
 GPT2_SPLIT = ("gpt-2", "gpt2")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")  # ChatML's, Llama 3's, Gemma's
 SMOLLM_SPLIT = "smollm"  # GPT-2's, after each digit has become a piece of its own
 LLAMA3_SPLITS = ("llama-bpe", "llama3", "llama-v3")
 WEIGHTS = "model.safetensors"
@@ -273,7 +274,7 @@ def convert_into(
     link.symlink_to(file.absolute())
     with _named(file), _quiet():
         _write_tokenizer(target, link, header.metadata)
-        nbytes = _write_model(target, link, len(header.tensors))
+        nbytes = _write_model(target, link, len(header.tensors), _ends(target, header.metadata))
     shutil.rmtree(alone)
     say(f"{nbytes / MB:,.0f} MB of weights")
     rounded = sorted({each.type for each in header.tensors.values()} - {*PLAIN})
@@ -332,7 +333,18 @@ def _write_tokenizer(target: Path, file: Path, metadata: Mapping[str, Any]) -> N
         path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _write_model(target: Path, file: Path, count: int) -> int:
+def _ends(directory: Path, metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer: of the file's metadata, and those by whose text llama.cpp knows them.
+
+    A file states one end of a text, and chat models also have an end of a turn.
+    """
+    stated = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    added = read_json(directory / "tokenizer.json", ConfigError)["added_tokens"]
+    known = [each["id"] for each in added if each["special"] and each["content"] in TURN_ENDS]
+    return [*dict.fromkeys(each for each in [*stated, *known] if each is not None)]
+
+
+def _write_model(target: Path, file: Path, count: int, ends: list[int]) -> int:
     """Write weights and configurations; the bytes of the weights. count: of the file's tensors."""
     import torch
     from safetensors.torch import save_file
@@ -363,6 +375,8 @@ def _write_model(target: Path, file: Path, count: int) -> int:
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     (target / WEIGHTS).chmod((target / "config.json").stat().st_mode)  # it was written for its owner only
     if model.generation_config is not None:
+        if len(ends) > 1:
+            model.generation_config.eos_token_id = ends
         model.generation_config.save_pretrained(target)
     return sum(each.nbytes for each in tensors.values())
 

@@ -248,6 +248,17 @@ def test_what_lies_beside_a_file_is_neither_read_nor_executed(small, tmp_path):
     assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}
 
 
+def test_the_end_of_a_turn_ends_an_answer_even_if_the_file_states_another_end(tmp_path):
+    """As the `generation_config.json` of the original models has both."""
+    file = tmp_path / "file.gguf"
+    small_gguf.write(file, fields={"tokenizer.ggml.eos_token_id": 0})
+    with LLM(resolve(file), device="cpu") as llm:
+        assert llm.engine.model_config.eos_token_ids == (0, 2)  # <|im_end|>
+    small_gguf.write(file, fields={"tokenizer.ggml.eot_token_id": 0})
+    with LLM(resolve(file), device="cpu") as llm:
+        assert llm.engine.model_config.eos_token_ids == (2, 0)
+
+
 @pytest.mark.parametrize("name", ["...gguf", "..gguf", "x" * 250 + ".gguf", os.fsdecode(b"caf\xe9.gguf")])
 def test_a_strange_name_of_a_file_leads_to_no_other_place(small, tmp_path, cache, name):
     other = cache / "gguf" / "other" / "config.json"
