@@ -164,6 +164,8 @@ def _library() -> Any:
 def _compile(vocabulary: Vocabulary, tokenizer: Any, kind: str, text: str) -> Matcher:
     library = _library()
     limits = library.LLParserLimits(**LIMITS)
+    if kind == "regex" and schema.is_deep(text):
+        raise InvalidRequest(f"regex is nested too deeply: at most {schema.MOST_NESTED} groups in each other")
     parsed = schema.prepared(json.loads(text), library) if kind == "json_schema" else None
     if parsed is not None and not vocabulary.complete:
         for pointer, each in (("#", JSON_CHARACTERS), *schema.literals(parsed)):

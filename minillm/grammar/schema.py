@@ -26,6 +26,7 @@ MOST_NAMES = 10_000  # objects with patterns times names
 # Python's json does, and compact JSON comes without. More room, such as for line breaks, small models fill until
 # max_tokens.
 OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": False}
+MOST_NESTED = 250  # groups inside each other, the library's own limit, which it reaches late if they never end
 SEARCH = 0.5  # seconds of CPU to find the part that is refused, by compiling parts: most take 0.3 ms
 QUOTED = 200  # characters of the library's messages, which may quote the schema
 
@@ -118,6 +119,7 @@ def prepared(schema: Part, library: Any) -> Part:
     """The schema as the library is to compile it; changed in place. Raises InvalidRequest."""
     _check_multiples(schema)
     found = parts(schema)
+    _check_expressions(found)
     _check_references(schema, found)
     _check_cycles(schema, found)
     _settle_patterns(found, library)
@@ -128,6 +130,29 @@ def prepared(schema: Part, library: Any) -> Part:
         _check_bounds(pointer, part)
     close(found.values())
     return schema
+
+
+def is_deep(expression: str) -> bool:
+    """Whether a regular expression has more than `MOST_NESTED` groups or sets of characters in each other."""
+    groups = sets = 0
+    for found in re.finditer(r"\\.|[][()]", expression, re.DOTALL):
+        if found[0] == "[":
+            sets += 1
+        elif found[0] == "]":
+            sets = max(0, sets - 1)
+        elif found[0] in "()" and not sets:
+            groups = max(0, groups + (1 if found[0] == "(" else -1))
+        if groups + sets > MOST_NESTED:
+            return True
+    return False
+
+
+def _check_expressions(found: dict[str, dict[str, Any]]) -> None:
+    for pointer, part in found.items():
+        named = part.get("patternProperties")
+        for each in (part.get("pattern"), *(named if isinstance(named, dict) else ())):
+            if isinstance(each, str) and is_deep(each):
+                raise refusal(pointer, f"the pattern is nested too deeply: at most {MOST_NESTED} groups in each other")
 
 
 def _check_references(schema: Part, found: dict[str, dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,6 +69,20 @@ def test_only_the_grammars_used_last_are_kept(tokenizer, monkeypatch):
 def test_multiples_that_compile_fast_are_accepted(grammars):
     for schema in ({"type": "number", "multipleOf": 0.01}, {"properties": {"multipleOf": {"multipleOf": 100}}}):
         assert grammars.matcher("json_schema", json.dumps(schema)).error is None
+
+
+@pytest.mark.parametrize("opening", ["(", "(?:", "[a", "([", r"\\("])
+def test_an_expression_of_unclosed_groups_is_refused_at_once(grammars, opening):
+    """The library holds Python's lock while it looks for their ends, half a minute for 65,000."""
+    begin = time.thread_time()
+    with pytest.raises(InvalidRequest, match="^regex is nested too deeply: at most 250 groups"):
+        grammars.matcher("regex", opening * 20_000)
+    assert time.thread_time() - begin < 1
+
+
+def test_brackets_that_open_nothing_do_not_count(grammars):
+    for text in (r"\(" * 300, "[(]" * 300, "(a)" * 300, "(" * 240 + "a" + ")" * 240):
+        assert grammars.matcher("regex", text).error is None
 
 
 def test_what_the_engine_lacks_is_named(tokenizer, monkeypatch):

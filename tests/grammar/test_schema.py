@@ -126,6 +126,8 @@ REFUSED = [
         "patterns must match more than names that properties lists",
     ),
     (record(patternProperties={"(": NULL}), "#", "the pattern cannot be read"),
+    (record(patternProperties={"(?:" * 9_000: NULL}), "#", "the pattern is nested too deeply: at most 250"),
+    (record({"a": {"pattern": "[a" * 9_000}}), "#/properties/a", "the pattern is nested too deeply: at most 250"),
 ]
 
 FOLLOWED = [
