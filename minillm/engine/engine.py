@@ -118,6 +118,7 @@ class Engine:
         # What made the scheduler's policy and block pool; None: they are made again for the next request.
         self._adopted: tuple[Callable, ...] | None = replaceable.PARTS.functions
         self.scheduler = self._make_scheduler(None, *self._adopted)
+        self.grammars.wait()  # so that no request does
 
     def _adopt(self) -> None:
         """Use a scheduler with the policy and block pool that `using` has set. Call it only while no request runs."""
@@ -448,7 +449,6 @@ class Engine:
             self.abort(tracked)
         self.in_flight.clear()
         self.executor.close()
-        self.grammars.close()
         if self.trace is not None:
             self.trace.close()
         del self.executor, self.model

@@ -101,8 +101,8 @@ class Grammars:
         self._thread = threading.Thread(target=make, name="minillm-vocabulary", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Wait for what was begun."""
+    def wait(self) -> None:
+        """Wait until what was begun is made, or has failed."""
         if self._thread is not None:
             self._thread.join()
 

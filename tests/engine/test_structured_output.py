@@ -3,14 +3,13 @@
 import json
 import re
 import sys
-import threading
+import time
 
 import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.errors import MissingPackage
 from minillm.grammar import Grammars
-from tests.waiting import TIMEOUT
 
 SCHEMA = {
     "type": "object",
@@ -107,19 +106,17 @@ def test_a_grammar_that_fails_ends_its_request_alone(llm, monkeypatch):
     assert good.completion.finish_reason == "stop" and follows(good.completion.text)
 
 
-def joined() -> None:
-    """Wait until what engines make in the background is made."""
-    for thread in threading.enumerate():
-        if thread.name == "minillm-vocabulary":
-            thread.join(TIMEOUT)
-
-
-def test_the_vocabulary_of_grammars_is_made_when_an_engine_starts(monkeypatch):
+def test_the_vocabulary_of_grammars_is_made_before_an_engine_takes_requests(monkeypatch):
     made = []
     make_tokenizer = Grammars._make_tokenizer
-    monkeypatch.setattr(Grammars, "_make_tokenizer", lambda self: made.append(self) or make_tokenizer(self))
+
+    def slowly(self):
+        time.sleep(1)
+        made.append(self)
+        return make_tokenizer(self)
+
+    monkeypatch.setattr(Grammars, "_make_tokenizer", slowly)
     with make() as other:
-        joined()
         assert made == [other.engine.grammars]
         (done,) = other.generate(PROMPT, constrained(1)[0])
     assert follows(done.text) and len(made) == 1
@@ -128,7 +125,6 @@ def test_the_vocabulary_of_grammars_is_made_when_an_engine_starts(monkeypatch):
 def test_an_engine_without_the_grammar_library_starts_and_says_so_when_asked(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with make() as other:
-        joined()
         assert other.generate(PROMPT, SamplingParams(max_tokens=2))[0].finish_reason == "length"
         with pytest.raises(MissingPackage, match="llguidance"):
             other.generate(PROMPT, constrained(1)[0])
