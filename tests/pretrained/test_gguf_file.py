@@ -259,7 +259,7 @@ def test_the_end_of_a_turn_ends_an_answer_even_if_the_file_states_another_end(tm
         assert llm.engine.model_config.eos_token_ids == (2, 0)
 
 
-@pytest.mark.parametrize("name", ["...gguf", "..gguf", "x" * 250 + ".gguf", os.fsdecode(b"caf\xe9.gguf")])
+@pytest.mark.parametrize("name", ["...gguf", "..gguf", "x" * 250 + ".gguf", os.fsdecode(b"caf\xe9.gguf")], ids=ascii)
 def test_a_strange_name_of_a_file_leads_to_no_other_place(small, tmp_path, cache, name):
     other = cache / "gguf" / "other" / "config.json"
     other.parent.mkdir(parents=True)
