@@ -275,7 +275,8 @@ def _offers() -> Iterator[Finding]:
     """The trained models of `minillm models`."""
     for offer in pretrained.CATALOG.values():
         if pretrained.downloaded(offer):
-            yield Finding(offer.name, f"{offer.title}, {offer.purpose}: `minillm generate --model {offer.name} --chat`")
+            command = f'`minillm generate --model {offer.name} --chat "Hi"`'
+            yield Finding(offer.name, f"{offer.title}, {offer.purpose}: {command}")
             continue
         try:
             where, fix = f"not in {pretrained.place(offer).parent}", f"`{offer.command}`"

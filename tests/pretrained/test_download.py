@@ -280,7 +280,7 @@ def test_the_doctor_says_how_to_get_a_model_and_that_it_is_here(index):
 
     assert (finding().state, finding().fix) == ("missing", "`minillm download small`")
     stub()
-    assert (finding().state, finding().fix) == ("ok", "") and "--model small --chat" in finding().found
+    assert (finding().state, finding().fix) == ("ok", "") and '--model small --chat "Hi"`' in finding().found
 
 
 @pytest.mark.parametrize("how", ["damaged", "not readable", "no home"])
