@@ -110,6 +110,7 @@ def test_a_request_that_fails_while_it_generates_keeps_its_tokens(run_ahead, lla
             if each not in failed:
                 assert len(each.token_ids) == 40 and BAD not in each.token_ids
         assert llm.stats()["corrupted"] == len(failed)
+        assert llm.engine.scheduler.generated == sum(len(each.token_ids) for each in found)
 
 
 def test_every_choice_of_a_prompt_fails_and_no_choice_of_another(llama):

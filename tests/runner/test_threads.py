@@ -66,6 +66,20 @@ def test_a_load_between_the_two_bounds_changes_nothing():
     assert set(machine.run(between)[50:]) == {1}
 
 
+def test_a_moment_of_another_programs_work_changes_nothing():
+    machine = Machine(total=2)
+    machine.run(0)
+    assert set(machine.run(1.5 * FREE, EVERY) + machine.run(0)) == {2}
+
+
+def test_ticks_of_the_systems_clock_are_not_taken_for_a_busy_core():
+    """A program that uses 2% of a core has all of a step in which the system counts its tick."""
+    machine = Machine(total=2)
+    for _ in range(10):
+        machine.busy += 0.01
+        assert set(machine.run(0, 0.5)) == {2}
+
+
 def test_steps_never_use_more_threads_than_torch_may():
     torch.set_num_threads(2)
     assert set(Machine(total=8).run(0)) == {2}
