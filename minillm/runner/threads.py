@@ -52,15 +52,17 @@ class Threads:
     def chosen(self) -> Iterator[int]:
         """Set torch's threads for a step that runs in this thread, and restore them afterwards."""
         before = torch.get_num_threads()
-        count = self.fixed or (min(before, self._free()) if before > 1 else 1)
-        if count == before:
-            yield count
-            return
-        torch.set_num_threads(count)
+        adapts = self.fixed is None and before > 1
+        count = self.fixed or (min(before, self._free()) if adapts else 1)
+        if count != before:
+            torch.set_num_threads(count)
         try:
             yield count
         finally:
-            torch.set_num_threads(before)
+            if count != before:
+                torch.set_num_threads(before)
+            if adapts and self._others.age >= STALE:  # all of it in this step, so it does say something
+                self._adapt(self._others.measure(), 1.0)
 
     def _free(self) -> int:
         """The number of cores that other programs leave free, at least one."""

@@ -58,6 +58,19 @@ def test_the_number_follows_the_machine_within_half_a_second_both_ways():
     assert machine.run(0)[50:] == [2] * 50
 
 
+def test_the_number_follows_the_machine_if_each_step_takes_seconds():
+    """As those of a large model do."""
+    machine = Machine(total=2)
+
+    def step(used):
+        with machine.threads.chosen() as count:
+            machine.now += 3 * STALE
+            machine.busy += used * 3 * STALE
+        return count
+
+    assert [step(used) for used in (0, 1, 1, 0, 0)] == [2, 2, 1, 1, 2]
+
+
 def test_a_load_between_the_two_bounds_changes_nothing():
     between = (FREE + AGAIN) / 2
     machine = Machine(total=2)
