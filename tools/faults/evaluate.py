@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "no room is left for the answer letter",
         ACCURACY,
-        "len(tokenizer.encode(prompt)) + 2 <=",
-        "len(tokenizer.encode(prompt)) <=",
+        "room = context - 1 - max(map(len, letter_tokens(tokenizer)))",
+        "room = context",
         f"{TESTS} -k room_for_a_letter",
     ),
     Fault(
