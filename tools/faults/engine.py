@@ -150,6 +150,6 @@ FAULTS = (
         "minillm/engine/engine.py",
         "self.grammars.make_tokenizer_in_background()",
         "pass",
-        "tests/engine/test_structured_output.py -k engine_starts",
+        "tests/engine/test_structured_output.py -k before_an_engine_takes",
     ),
 )
