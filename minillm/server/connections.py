@@ -157,7 +157,8 @@ class Connection(H11Protocol):
         body = json.dumps(error.body).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         answer = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
-        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+        content = b"" if self._parser.method == b"HEAD" else body
+        for event in (answer, h11.Data(data=content), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
 
 

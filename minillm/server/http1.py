@@ -22,13 +22,18 @@ class Parser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD)
         self.refusal = APIError(_INVALID, code="invalid_http")  # why the latest request is refused
+        self.method: bytes | None = None  # the latest request's, None until its headers are complete
 
     def next_event(self) -> Any:
         """As h11 has it, with the target of each request as a path. Raises h11.RemoteProtocolError."""
-        in_head = self.their_state is h11.IDLE
+        if in_head := self.their_state is h11.IDLE:
+            self.method = None
         try:
             event = super().next_event()
-            return _as_path(_framed(event)) if isinstance(event, h11.Request) else event
+            if not isinstance(event, h11.Request):
+                return event
+            self.method = event.method
+            return _as_path(_framed(event))
         except _Refused as error:
             self.refusal = APIError(f"{_INVALID}: {error}", code="invalid_http")
             raise

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from minillm.server import limits
+from minillm.server import limits, running
 from tests.waiting import TIMEOUT
 
 BODY = b'{"prompt": [5], "max_tokens": 1}'
@@ -76,6 +76,24 @@ SMUGGLING = {  # RFC 9112, sections 2.2, 5.1, 6.1, 6.3 and 7.1
 @pytest.mark.parametrize("what", SMUGGLING)
 def test_a_request_that_could_be_read_in_two_ways_is_refused_and_ends_the_connection(send, what):
     assert send(SMUGGLING[what] + NEXT) in ([400], [501])
+
+
+HEADS = (
+    b"HEAD /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\n" + CHUNKED,
+    b"HEAD /health HTTP/1.1\r\nhost: localhost\r\n" + CHUNKED + b"\r\nno number\r\n",
+    b"HEAD /health HTTP/1.0\r\n" + CHUNKED,
+    b"HEAD health HTTP/1.1\r\nhost: localhost\r\n",
+)
+
+
+def test_a_refusal_of_head_has_no_body_and_is_no_error_of_the_server(server, capfd):
+    with running(server.engine) as other:  # whose log is read here
+        for head in HEADS:
+            with socket.create_connection(other.url.removeprefix("http://").split(":"), timeout=TIMEOUT) as client:
+                client.sendall(head + b"\r\n")
+                answer = b"".join(iter(lambda client=client: client.recv(1 << 16), b""))
+            assert answer.startswith(b"HTTP/1.1 400 ") and answer.partition(b"\r\n\r\n")[2] == b"", head
+    assert "Traceback" not in capfd.readouterr().err
 
 
 CLEAR = {
