@@ -97,10 +97,11 @@ class Pace:
         runs, decodes = ~np.isnan(begun), ~np.isnan(first)
         self._starts, self._free = [], None
         steps = np.maximum(ends[0] - 1, 0).sum() + (tokens[decodes] - 1).sum()
-        if not steps:
+        prefills = np.concatenate((ends[3], (first - begun)[decodes]))
+        if not len(prefills) or not steps and (limit > 1).any():
             return
-        per_token = (ends[4].sum() + (now - first[decodes]).sum()) / steps
-        prefill = np.concatenate((ends[3], (first - begun)[decodes])).mean()
+        per_token = (ends[4].sum() + (now - first[decodes]).sum()) / max(steps, 1)
+        prefill = prefills.mean()
         lengths = self._lengths(ends, tokens[runs & (certain == 0)], now, per_token)
 
         def seconds(tokens: np.ndarray) -> np.ndarray:

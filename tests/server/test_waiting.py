@@ -171,6 +171,23 @@ def test_answers_that_only_their_limit_can_end_need_no_others_to_have_ended(rows
         check(server, 1, server.count // 2, server.count)
 
 
+@pytest.mark.parametrize("rows", [8, 256])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_the_wait_is_known_where_no_answer_has_a_second_token(rows, tokens):
+    """Prompts that are scored or sorted into classes."""
+    server = Simulated(rows, "three lengths, each known", max_wait=5 * PREFILL)
+    server.make = lambda chance: (tokens, tokens, True)
+    server.held = lambda answer: PREFILL
+    for _ in range(10 * rows):
+        server.submit()
+    assert server.pace.seconds(1) is None
+    for _ in range(4):
+        server.go_to(server.now + PREFILL)
+        for count in (1, rows + 1, server.count):
+            assert server.pace.seconds(count) == pytest.approx(server.wait(count), abs=PREFILL / 10)
+    assert server.admission.refusal(10 * rows, 1) and not server.admission.refusal(4 * rows, 1)
+
+
 def test_before_enough_have_ended_no_wait_is_assumed():
     server = Simulated(8, "uniform")
     for _ in range(8 + FEWEST):
