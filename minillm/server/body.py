@@ -132,7 +132,8 @@ class BodyReader:
 
 def _check_encoding(request: Request) -> None:
     """Raise APIError for a body that is compressed, or whose text is in no form of Unicode."""
-    if (coding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+    coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()  # a list may have several lines
+    if not set(re.split(r"[\s,]+", coding)) <= {"", "identity"}:
         message = f"content-encoding {shown(coding)} is not supported: send the body as it is"
         headers = {"accept-encoding": "identity"}  # RFC 9110, section 12.5.3
         raise APIError(message, status=415, code="unsupported_content_encoding", headers=headers)

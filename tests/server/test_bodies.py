@@ -256,6 +256,14 @@ def test_a_compressed_body_is_refused_with_what_is_accepted(server, coding):
         assert plain.status_code == 200
 
 
+@pytest.mark.parametrize(("codings", "status"), [(("identity", "gzip"), 415), (("", "identity,"), 200)])
+def test_codings_on_several_lines_are_one_list(server, codings, status):
+    """RFC 9110, section 5.3."""
+    lines = [("content-type", "application/json"), *(("content-encoding", coding) for coding in codings)]
+    answer = httpx.post(server.url + "/tokenize", content=b'{"prompt": "a"}', headers=lines)
+    assert answer.status_code == status, answer.text
+
+
 @pytest.mark.parametrize(
     ("charset", "status"),
     [("utf-8", 200), ('"UTF-8"', 200), ("utf8", 200), ("us-ascii", 200), ("iso-8859-1", 415), ("x-none", 415)],
