@@ -130,7 +130,8 @@ def create_app(engine: RemoteEngine, address: str, metrics_text: Callable[[], Aw
         return await server.answer(request, DetokenizeRequest, server.text_of)
 
     kserve.add_routes(app, server)
-    describe(app, (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *kserve.FORMS))
+    forms = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *kserve.FORMS)
+    describe(app, forms, engine.vocab_size)
     return app
 
 

@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 from minillm.request import RANGES, WHOLE
 
 from .gate import HEALTH, OPEN
+from .limits import MAX_STOP_LENGTH
 from .protocol import SIZES, Body
 
 PLACE = "#/components/schemas/"
@@ -31,6 +32,9 @@ def _list(items: dict) -> dict:
 
 
 STRING, NUMBER, INTEGER = {"type": "string"}, {"type": "number"}, {"type": "integer"}
+STOP = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
+TOKEN_ID = {"pattern": "^(0|[1-9][0-9]{0,9})$"}
+BIAS = {"minimum": -100, "maximum": 100}
 MAYBE = {"anyOf": [STRING, {"type": "null"}]}
 CHOICES = _list(_object("index finish_reason", index=INTEGER, finish_reason=MAYBE, text=STRING, message=_object()))
 TENSOR = _object("name datatype shape", name=STRING, datatype=STRING, shape=_list(INTEGER))
@@ -117,23 +121,26 @@ STARTS = {
 NO_ENGINE = ("/version", "/v1/models", "/v1/health/live", "/v2", "/v2/health/live")  # paths that do not ask it
 
 
-def describe(app: FastAPI, forms: Sequence[type[Body]]) -> None:
-    """Let the application describe itself. forms: of the bodies that its paths take, as `body.takes` names them."""
+def describe(app: FastAPI, forms: Sequence[type[Body]], vocab_size: int) -> None:
+    """Let the application describe itself.
+
+    forms: of the bodies that its paths take, as `body.takes` names them. vocab_size: token ids end below it.
+    """
     made: list[dict] = []
 
     def openapi() -> dict:
         if not made:
-            made.append(_described(app, forms))
+            made.append(_described(app, forms, vocab_size))
         return made[0]
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to replace it
 
 
-def _described(app: FastAPI, forms: Sequence[type[Body]]) -> dict:
+def _described(app: FastAPI, forms: Sequence[type[Body]], vocab_size: int) -> dict:
     found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, schemas = models_json_schema([(form, "validation") for form in forms], ref_template=PLACE + "{model}")
     for form in forms:
-        _bound(schemas["$defs"][form.__name__]["properties"])
+        _bound(schemas["$defs"][form.__name__]["properties"], vocab_size)
     found["components"] = {
         "schemas": schemas["$defs"] | SCHEMAS,
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "if the server has a key"}},
@@ -148,8 +155,8 @@ def _described(app: FastAPI, forms: Sequence[type[Body]]) -> dict:
     return found
 
 
-def _bound(properties: dict[str, dict]) -> None:
-    """Add the limits of sampling parameters, which are not checked by pydantic."""
+def _bound(properties: dict[str, dict], vocab_size: int) -> None:
+    """Add the limits of sampling parameters and token ids, which are not checked by pydantic."""
     for name, schema in properties.items():
         for kind in schema.get("anyOf", [schema]):
             match kind.get("type"):
@@ -157,8 +164,29 @@ def _bound(properties: dict[str, dict]) -> None:
                     kind |= {"minimum": WHOLE[name][0], "maximum": WHOLE[name][1] - 1}
                 case "number" if name in RANGES:
                     kind |= {"minimum": RANGES[name][0], "maximum": RANGES[name][1]}
+                case "string" if name == "stop":
+                    kind |= STOP
                 case "array" | "object" if name in SIZES:
                     kind |= {"maxItems" if kind["type"] == "array" else "maxProperties": SIZES[name][0]}
+                case "object" if "properties" in kind:
+                    _bound(kind["properties"], vocab_size)
+            match name:
+                case "top_p" if "minimum" in kind:
+                    kind["exclusiveMinimum"] = kind.pop("minimum")
+                case "stop" if "items" in kind:
+                    kind["items"] |= STOP
+                case "logit_bias" if "maxProperties" in kind:
+                    kind |= {"propertyNames": TOKEN_ID, "additionalProperties": NUMBER | BIAS}
+                case "prompt" | "tokens" | "stop_token_ids":
+                    _bound_ids(kind, vocab_size)
+
+
+def _bound_ids(schema: dict, vocab_size: int) -> None:
+    """Bound the token ids in lists of them, or in lists of such lists."""
+    if schema.get("type") == "integer":
+        schema |= {"minimum": 0, "maximum": vocab_size - 1}
+    elif "items" in schema:
+        _bound_ids(schema["items"], vocab_size)
 
 
 def _answers(path: str, method: str) -> dict[str, dict]:

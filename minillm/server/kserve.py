@@ -7,6 +7,7 @@ or in Triton's binary form; `generate` and `generate_stream` as plain JSON. Erro
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from copy import deepcopy
 from typing import Annotated, Any, ClassVar, Protocol
 
 from fastapi import FastAPI, Request
@@ -59,7 +60,9 @@ def _describe_parameters(schema: dict[str, Any]) -> None:
     """Let the JSON schema of a `GenerateRequest` say what a client may send."""
     for name in _NO_EFFECT:
         del schema["properties"][name]
-    schema["properties"]["parameters"] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+    nested = {name: deepcopy(schema["properties"][name]) for name in sorted(SETTINGS | {"stream"})}
+    allowed = {"type": "object", "properties": nested, "additionalProperties": False}
+    schema["properties"]["parameters"] = {"anyOf": [allowed, {"type": "null"}]}
 
 
 class GenerateRequest(GenerationRequest):

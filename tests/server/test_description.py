@@ -151,10 +151,20 @@ def test_every_path_documents_what_any_server_may_answer(described):
         {"top_k": -2},
         {"logprobs": 21},
         {"stop": ["a"] * 17},
+        {"stop": ""},
+        {"stop": ["a" * 257]},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [4096]},
+        {"top_p": 0},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"05": 1}},
+        {"logit_bias": {"5": 101}},
         {"seed": 2**63},
         {"n": 0},
         {"prompt": []},
         {"prompt": [["a"]]},
+        {"prompt": [-1]},
+        {"prompt": [[5], [4096]]},
         {"prompt": 5},
         {"temprature": 1},
     ],
@@ -165,3 +175,31 @@ def test_the_schema_refuses_what_the_server_refuses(http, described, wrong):
     schema = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert not validator(described, schema).is_valid(body)
     assert http.post("/v1/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        ("/detokenize", {"tokens": [4096]}),
+        ("/detokenize", {"tokens": [-1]}),
+        (f"{MODEL}/generate", {"parameters": {"top_q": 1}}),
+        (f"{MODEL}/generate", {"parameters": {"n": 1}}),
+        (f"{MODEL}/generate", {"parameters": {"temperature": -1}}),
+        (f"{MODEL}/generate", {"parameters": False}),
+        (f"{MODEL}/generate", {"stop": [""]}),
+    ],
+    ids=str,
+)
+def test_the_schemas_of_other_paths_refuse_what_the_server_refuses(http, described, path, wrong):
+    schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert validator(described, schema).is_valid(BODIES[path])
+    assert not validator(described, schema).is_valid(BODIES[path] | wrong)
+    assert http.post(filled(path), json=BODIES[path] | wrong).status_code == 400
+
+
+def test_the_schema_accepts_what_the_server_accepts(http, described):
+    body = {"prompt": [[4095, 0]], "stop": ["a" * 256], "stop_token_ids": [4095], "logit_bias": {"0": -100, "9": 0.5}}
+    schema = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for more in ({}, dict.fromkeys(("stop", "stop_token_ids", "logit_bias", "top_p")), {"stop": []}):
+        validator(described, schema).validate(body | more)
+        assert http.post("/v1/completions", json=body | {"max_tokens": 1} | more).status_code == 200
