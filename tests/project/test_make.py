@@ -74,7 +74,8 @@ def set_up(tmp_path, *, given: str = "", **versions: str) -> subprocess.Complete
     path = f"{tmp_path / 'path'}:/usr/bin:/bin"
     names = "PYTHONS=" + " ".join(name.replace("_", ".") for name in versions)
     command = ["make", ".venv/bin/python", names, *variables]
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    inherited = ("MAKE", "MFLAGS", "PYTHON")  # of a `make test` above this one
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
     return subprocess.run(command, cwd=tmp_path, env=ours | {"PATH": path}, capture_output=True, text=True)
 
 
