@@ -91,24 +91,36 @@ def byte_of(token: str) -> bytes | None:
 
 def tokens_bytes(spec: Spec | None, tokens: Sequence[str]) -> list[bytes]:
     """The bytes that each token adds inside a text. Byte tokens and byte-level tokens may hold parts of a character."""
-    kinds = {step["type"] for step in _flatten(spec)} if spec else set()
+    steps = _flatten(spec) if spec else []
+    kinds = {step["type"] for step in steps}
     found: dict[str, bytes] = {}
-    for token in tokens:
-        if "ByteFallback" in kinds and (byte := byte_of(token)) is not None:
-            found[token] = byte
-        elif "ByteLevel" in kinds and all(character in _BYTES for character in token):
-            found[token] = bytes(map(_BYTES.__getitem__, token))
+    if "ByteFallback" in kinds:
+        found = {token: byte for token in tokens if len(token) == 6 and (byte := byte_of(token)) is not None}
+    if "ByteLevel" in kinds:
+        for token in tokens:
+            if token not in found and all(character in _BYTES for character in token):
+                found[token] = bytes(map(_BYTES.__getitem__, token))
     # All others in one text, with a mark around each: a decoder may change the start and the end of a text.
-    others = [token for token in dict.fromkeys(tokens) if token not in found]
-    taken = {*"".join(others)}
-    mark = next(character for character in map(chr, range(0xE000, 0xF900)) if character not in taken)
+    others = [token for token in tokens if token not in found]
+    joined = "".join(others)
+    mark = next(character for character in map(chr, range(0xE000, 0xF900)) if character not in joined)
+    pieces = [mark, *(piece for token in others for piece in (token, mark))]
+    if steps and all(map(_ignores_bounds, steps)):
+        pieces = ["".join(pieces)]  # the same text, sooner
+    gap = len(_decoded(spec, [mark, mark])) - 2 * len(mark.encode())  # bytes that join two tokens without a decoder
+    decoded = (each[: len(each) - gap] for each in _decoded(spec, pieces).split(mark.encode())[1:-1])
+    return [found[token] if token in found else next(decoded) for token in tokens]
+
+
+def _decoded(spec: Spec | None, tokens: Sequence[str]) -> bytes:
     decoder = Decoder(spec)
-    text = decoder.push([mark, *(piece for token in others for piece in (token, mark))]) + decoder.finish()
-    between = Decoder(spec)
-    gap = len(between.push([mark, mark]) + between.finish()) - 2  # what joins two tokens without a decoder
-    decoded = text.split(mark)[1:-1]
-    found |= {token: each[: len(each) - gap].encode() for token, each in zip(others, decoded, strict=True)}
-    return [found[token] for token in tokens]
+    return (decoder.push(tokens) + decoder.finish()).encode()
+
+
+def _ignores_bounds(step: Spec) -> bool:
+    """Whether the text is the same wherever one token ends and the next begins, once the byte tokens are gone."""
+    kind = step["type"]
+    return kind in ("ByteFallback", "Fuse") or (kind == "Replace" and bool(step["pattern"].get("String")))
 
 
 def _flatten(spec: Spec) -> list[Spec]:
