@@ -51,7 +51,7 @@ def write(path: Path, kind: Kind = Kind.Q4_1, table: Kind = Kind.Q8_0, **changes
     """Write a file with random weights in these formats; the model of transformers with the values that it holds.
 
     changes: of the metadata, by keyword: architecture, split, tokenizer; tensors (more of them); without (one of them);
-    fields (more of them, or others in their place)
+    fields (more of them, or others in their place; None: without it)
     """
     given = SimpleNamespace(
         **{
@@ -86,6 +86,9 @@ def write(path: Path, kind: Kind = Kind.Q4_1, table: Kind = Kind.Q8_0, **changes
     writer.add_license("apache-2.0")
     writer.add_rope_dimension_count(HEAD)
     for name, value in given.fields.items():
+        if value is None:
+            del writer.kv_data[0][name]
+            continue
         add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         add.get(type(value), writer.add_array)(name, value)
     with torch.no_grad():

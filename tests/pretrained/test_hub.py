@@ -128,7 +128,7 @@ def test_for_a_cached_commit_the_hub_is_not_asked(hub, repository):
     assert hub.asked == []
 
 
-def test_a_branch_is_looked_up_and_only_what_changed_is_downloaded(hub, repository, model):
+def test_a_branch_is_looked_up_and_only_what_changed_is_downloaded(hub, repository, model, monkeypatch):
     first = snapshot(NAME)
     hub.asked.clear()
     assert snapshot(NAME) == first
@@ -137,6 +137,8 @@ def test_a_branch_is_looked_up_and_only_what_changed_is_downloaded(hub, reposito
     second = snapshot(NAME)
     assert (second / "generation_config.json").read_bytes() != (first / "generation_config.json").read_bytes()
     assert hub.downloaded() == ["generation_config.json"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert snapshot(NAME) == second
 
 
 def test_the_hub_is_asked_with_the_librarys_own_time_limit(hub, repository, monkeypatch):
