@@ -279,10 +279,16 @@ def _offers() -> Iterator[Finding]:
             yield Finding(offer.name, f"{offer.title}, {offer.purpose}: {command}")
             continue
         try:
-            where, fix = f"not in {pretrained.place(offer).parent}", f"`{offer.command}`"
+            where, fix = f"not in {_from_home(pretrained.place(offer).parent)}", f"`{offer.command}`"
         except ConfigError:  # there is no home directory
             where, fix = "not here", f"set MINILLM_CACHE to a directory, then `{offer.command}`"
         yield Finding(offer.name, f"{offer.title} is {where}", "missing", fix)
+
+
+def _from_home(path: Path) -> str:
+    """A path as a shell understands it, short and without the user's name: ~/.cache/minillm/models."""
+    home = os.path.expanduser("~") + os.sep
+    return f"~{os.sep}{str(path).removeprefix(home)}" if str(path).startswith(home) else str(path)
 
 
 def gemma_directory() -> Path | None:
