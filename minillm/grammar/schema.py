@@ -26,6 +26,7 @@ MOST_NAMES = 10_000  # objects with patterns times names
 # Python's json does, and compact JSON comes without. More room, such as for line breaks, small models fill until
 # max_tokens.
 OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": False}
+MOST_CHARACTERS = 1 << 14  # of an expression: some take time with the square of them, 0.8 s with as many as this
 MOST_NESTED = 250  # groups inside each other, the library's own limit, which it reaches late if they never end
 SEARCH = 0.5  # seconds of CPU to find the part that is refused, by compiling parts: most take 0.3 ms
 QUOTED = 200  # characters of the library's messages, which may quote the schema
@@ -151,8 +152,15 @@ def _check_expressions(found: dict[str, dict[str, Any]]) -> None:
     for pointer, part in found.items():
         named = part.get("patternProperties")
         for each in (part.get("pattern"), *(named if isinstance(named, dict) else ())):
-            if isinstance(each, str) and is_deep(each):
-                raise refusal(pointer, f"the pattern is nested too deeply: at most {MOST_NESTED} groups in each other")
+            if isinstance(each, str) and (why := too_large(each)):
+                raise refusal(pointer, f"the pattern {why}")
+
+
+def too_large(expression: str) -> str | None:
+    """Say what about an expression exceeds a limit; None if nothing does."""
+    if len(expression) > MOST_CHARACTERS:
+        return f"has {len(expression):,} characters, but at most {MOST_CHARACTERS:,} are allowed"
+    return f"is nested too deeply: at most {MOST_NESTED} groups in each other" if is_deep(expression) else None
 
 
 def _check_references(schema: Part, found: dict[str, dict[str, Any]]) -> None:
