@@ -82,8 +82,9 @@ def directory(file: Path) -> Path:
     check_packages()
 
     def fill(temporary: Path) -> cache.Origin:
-        _say(f"converting {file.name} once, into {target}")
-        found = convert_into(temporary, file, file.name, sha256, str(header.metadata.get("general.license", "")), _say)
+        source = file.name.encode(errors="backslashreplace").decode()  # a name may have bytes that are no text
+        _say(f"converting {source} once, into {target}")
+        found = convert_into(temporary, file, source, sha256, str(header.metadata.get("general.license", "")), _say)
         if _state(file) != state:
             raise ConfigError(f"{file} changed while it was converted: wait until it is complete")
         return found

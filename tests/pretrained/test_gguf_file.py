@@ -272,7 +272,7 @@ def test_the_end_of_a_turn_ends_an_answer_even_if_the_file_states_another_end(tm
 
 
 @pytest.mark.parametrize("name", ["...gguf", "..gguf", "x" * 250 + ".gguf", os.fsdecode(b"caf\xe9.gguf")], ids=ascii)
-def test_a_strange_name_of_a_file_leads_to_no_other_place(small, tmp_path, cache, name):
+def test_a_strange_name_of_a_file_leads_to_no_other_place(small, tmp_path, cache, name, caplog):
     other = cache / "gguf" / "other" / "config.json"
     other.parent.mkdir(parents=True)
     other.touch()
@@ -284,6 +284,7 @@ def test_a_strange_name_of_a_file_leads_to_no_other_place(small, tmp_path, cache
     found = resolve(file)
     assert other.exists() and found.parent.parent == cache / "gguf" and found == resolve(file)
     assert 0 < len(found.name) <= 200 and found.name.isprintable() and not found.name.startswith(".")
+    assert (caplog.text + origin(found).source).encode(), "both can be printed"
 
 
 def test_a_link_gives_the_model_its_name(small, tmp_path):
