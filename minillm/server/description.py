@@ -158,7 +158,10 @@ def _described(app: FastAPI, forms: Sequence[type[Body]], vocab_size: int) -> di
 def _bound(properties: dict[str, dict], vocab_size: int) -> None:
     """Add the limits of sampling parameters and token ids, which are not checked by pydantic."""
     for name, schema in properties.items():
-        for kind in schema.get("anyOf", [schema]):
+        kinds = schema.get("anyOf", [schema])
+        if schema.get("default", 0) is None and {"type": "null"} not in kinds:
+            del schema["default"]  # it stands for a missing value, and is none that may be sent
+        for kind in kinds:
             match kind.get("type"):
                 case "integer" if name in WHOLE:
                     kind |= {"minimum": WHOLE[name][0], "maximum": WHOLE[name][1] - 1}

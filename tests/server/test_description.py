@@ -62,6 +62,15 @@ def test_every_reference_leads_to_a_component(described):
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
+def test_every_default_is_a_valid_value(described):
+    """Strict readers of OpenAPI refuse the whole document otherwise."""
+    fields = [each for _, each in inside(described["components"]["schemas"]) if isinstance(each, dict)]
+    defaults = [each for each in fields if "default" in each]
+    assert len(defaults) > 50
+    for each in defaults:
+        validator(described, each).validate(each["default"])
+
+
 def test_every_operation_has_a_name_of_its_own_and_path_parameters_only(described):
     names = [operation["operationId"] for *_, operation in operations(described)]
     assert len(names) == len(set(names)) == 30
