@@ -73,12 +73,14 @@ def check_free(directory: Path) -> Path:
     try:
         path = directory.expanduser().resolve()
         if path.is_symlink():  # still: a loop of links, for which Python 3.13 raises nothing
-            raise ConfigError(f"{directory} cannot be written: its symbolic links form a loop")
+            raise OSError("its symbolic links form a loop")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{directory} exists and is not an empty directory: choose another, or remove it")
         existing = next(each for each in (path, *path.parents) if each.exists())
         with tempfile.TemporaryDirectory(prefix=".minillm-", dir=existing):
             pass
+    except ConfigError:  # which is a ValueError, too
+        raise
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name with a null byte
         raise ConfigError(f"{directory} cannot be written: {error}") from None
     return path

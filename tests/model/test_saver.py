@@ -75,8 +75,9 @@ def test_what_cannot_be_written_is_refused_before_any_work(name, model, source, 
     before = sorted(os.listdir(tmp_path))
     monkeypatch.setattr(saver, "_tensors", lambda *given: pytest.fail("work was done"))
     for call in (check_free, lambda directory: save_model(model, source, directory)):
-        with pytest.raises(ConfigError, match="not an empty directory|cannot be written"):
+        with pytest.raises(ConfigError, match="not an empty directory|cannot be written") as refused:
             call(tmp_path / name)
+        assert ("cannot be written" in str(refused.value)) != ("an empty directory" in str(refused.value)), "one reason"
     assert sorted(os.listdir(tmp_path)) == before
 
 
