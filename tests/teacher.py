@@ -15,6 +15,7 @@ from minillm.model.loader import EMBEDDED
 from minillm.request import Completion
 from minillm.runner.sampler import Sampler
 from minillm.runner.state import RowState
+from minillm.scheduler.step import NewRow
 from tests import models
 
 TIE = 1e-3  # closer logits may swap, and so may the cumulative probabilities around a draw
@@ -41,9 +42,8 @@ class Teacher:
         logits = self.logits(completion.prompt_token_ids, output)
         count, start = len(output), len(completion.prompt_token_ids)
         state = RowState(1, start + count, 1, 1, start + count, torch.device("cpu"))
-        state.sampling.admit(0, params, seed, tuple(params.stop_token_ids))
-        state.prompt_length[0] = start
-        state.tokens[0, : start + count] = torch.tensor(completion.prompt_token_ids + output)
+        known = np.array(completion.prompt_token_ids + output, np.int32)
+        state.fill([NewRow(0, known, start, params, seed, tuple(params.stop_token_ids))])
         rows, lengths = np.zeros(count, np.int64), np.arange(start, start + count)
         # On the general path, `reshape` already divides by the temperature.
         general = params.needs_general_path

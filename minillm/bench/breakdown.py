@@ -74,7 +74,7 @@ def attention_work(llm: LLM, step: Step) -> tuple[int, int]:
     """
     model = llm.engine.model
     token_bytes = model.cache_spec.bytes_per_token
-    starts, ends = step.starts.astype(np.int64), (step.starts + step.queries).astype(np.int64)
+    starts, ends = step.starts.astype(np.int64), step.ends.astype(np.int64)
     nbytes = operations = 0
     for window, layers in Counter(layer.attention.window or int(ends.max()) for layer in model.layers).items():
         seen = _sum_to(ends, window) - _sum_to(starts, window)

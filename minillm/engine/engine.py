@@ -296,8 +296,8 @@ class Engine:
                 step = self.scheduler.schedule()
                 if step is None:
                     break
-                for request in step.admitted:
-                    self._admitted(self.tracked[request.request_id], request.row, step)
+                for new in step.new_rows:
+                    self._scheduled(new.row, step)
                 self.in_flight.append(self.executor.launch(step))
             if self.in_flight:
                 if self.trace is not None:
@@ -338,7 +338,11 @@ class Engine:
         if row >= 0 and tracked.watched:
             self._watched[row] = tracked
 
-    def _admitted(self, tracked: Tracked, row: int, step: Step) -> None:
+    def _scheduled(self, row: int, step: Step) -> None:
+        """The first step of a request that has just got `row`."""
+        request = self.scheduler.requests[row]
+        assert request is not None, "a new row has a request"
+        tracked = self.tracked[request.request_id]
         completion = tracked.completion
         if completion.scheduled_time is None:  # not after a preemption, when tokens of its own are cached
             completion.scheduled_time = time.perf_counter()
@@ -348,7 +352,7 @@ class Engine:
     def _read(self, launched: Launched) -> None:
         results, step = launched.wait(), launched.step
         now = time.perf_counter()
-        rows = step.rows[step.samples]
+        rows = step.sampling_rows
         requests = self.scheduler.requests
         assert step.first is not None, "the scheduler sets it"
         for row in rows[step.first[step.samples] & (results.tokens[:, 0] >= 0)]:

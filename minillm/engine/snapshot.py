@@ -63,7 +63,7 @@ class Snapshot:
             limit=scheduler.limit[rows],
             holders=holders,
             blocks=blocks,
-            leaving=np.array(scheduler.fenced, np.int64),
+            leaving=np.array(scheduler.fence.blocks, np.int64),
             per_cell=per_cell,
             cached=np.array(pool.are_cached(range(0, pool.num_blocks, per_cell)), bool),
             took=time.perf_counter() - begun,

@@ -13,7 +13,7 @@ from minillm.errors import ConfigError
 from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
 from minillm.model import Model
 from minillm.request import SamplingParams
-from minillm.scheduler.step import Step
+from minillm.scheduler.step import NewRow, Step
 
 from .packing import pack
 from .sampler import GENERAL_AT_ONCE, Sampler
@@ -151,7 +151,7 @@ class Memory:
         step = Step(0, ids, np.zeros(rows, np.int32), queries, np.ones(rows, bool), int((queries == 1).sum()))
         everything = SamplingParams(top_p=0.9, repetition_penalty=1.1, logit_bias={0: 0.0})
         for row in range(min(rows, GENERAL_AT_ONCE)):
-            state.sampling.admit(row, everything, 0, ())
+            state.sampling.fill(NewRow(row, ids, 0, everything, seed=0, stop_ids=()))
 
         def run(caches: list[LayerCache]) -> None:
             hidden = self.model.forward(pack(step, state, np.cumsum(queries) - 1), caches)

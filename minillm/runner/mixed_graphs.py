@@ -82,7 +82,7 @@ class MixedGraphs:
             return None
         prompts = len(step.rows) - step.decodes
         tokens = int(step.queries[step.decodes :].sum())
-        blocks = -(-int((step.starts + step.queries).max()) // self.state.block_size)
+        blocks = -(-int(step.ends.max()) // self.state.block_size)
         fitting = (
             shape
             for shape in self.shapes
@@ -132,9 +132,9 @@ class MixedGraphs:
         sent: Inputs[np.ndarray] = Inputs(*found)
         sent.rows[:] = sent.sampling[:] = sent.token_rows[:] = padding
         sent.rows[places] = step.rows
-        sent.positions[places] = step.starts + step.queries - 1
+        sent.positions[places] = step.ends - 1
         sampled = places[step.samples]
-        sent.sampling[sampled] = step.rows[step.samples]
+        sent.sampling[sampled] = step.sampling_rows
         sent.last[places] = places
         sent.last[places[decodes:]] = shape.decodes + ends - 1
         sent.order[: len(sampled)] = sampled

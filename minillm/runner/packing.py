@@ -13,14 +13,14 @@ def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, stream
 
     logits_index: indices of the tokens whose final hidden states are needed; None: all of them.
     """
-    lengths, ends = step.starts + step.queries, np.cumsum(step.queries)
+    lengths, query_ends = step.ends, np.cumsum(step.queries)
     decodes_only = step.decodes == len(step.rows)
     if decodes_only and step.queries_per_decode == 1:
         token_rows, positions = step.rows, step.starts
     else:
         token_rows = np.repeat(step.rows, step.queries)
-        positions = np.arange(ends[-1]) - np.repeat(ends - step.queries - step.starts, step.queries)
-    arrays = [token_rows, positions, step.rows, lengths, np.concatenate([[0], ends])]
+        positions = np.arange(query_ends[-1]) - np.repeat(query_ends - step.ends, step.queries)
+    arrays = [token_rows, positions, step.rows, lengths, np.concatenate([[0], query_ends])]
     if logits_index is not None:
         arrays.append(logits_index)
     if step.moved is not None:  # cache positions differ from positions in the token row

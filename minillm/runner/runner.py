@@ -100,26 +100,25 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         """Run a step. On a GPU it returns without waiting; `Launched.wait` gives the results."""
         self.state.update(step)
-        decodes_only = step.decodes == len(step.rows) and bool(step.samples.all())
         before, self._decoding = self._decoding, None
-        prompts = [] if decodes_only else logprobs.rows_wanting_prompts(self.state, step)
+        prompts = [] if step.decodes_only else logprobs.rows_wanting_prompts(self.state, step)
         if self.graphs is not None and not prompts:
-            replayed = self.graphs.launch(step, decodes_only)
+            replayed = self.graphs.launch(step)
             if replayed is not None:
                 return self._correct(step, replayed)
-        if decodes_only:
+        if step.decodes_only:
             return self._decode(step, before)
         return self._run(step, prompts)
 
     def _correct(self, step: Step, replayed: "Replayed") -> Launched:
         """Finish a replayed step: sample rows again if they need more than the sampling in the graph."""
-        rows, lengths = step.rows[step.samples], (step.starts + step.queries)[step.samples]
+        rows, ends = step.sampling_rows, step.sampling_ends
         sampled, logits, places = replayed.sampled, replayed.logits, replayed.places
-        corrected = self.sampler.correct(sampled, logits, places, rows, lengths)
+        corrected = self.sampler.correct(sampled, logits, places, rows, ends)
         if corrected:
-            self.state.store(rows, lengths, sampled)
+            self.state.store(rows, ends, sampled)
         scores = logprobs.of_sampled(self.state, logits, places, rows, sampled)
-        return Launched(step, sampled, scores, read=None if corrected else partial(self.state.read, rows, lengths))
+        return Launched(step, sampled, scores, read=None if corrected else partial(self.state.read, rows, ends))
 
     def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> Launched:
         """Launch a decode-only step kernel by kernel."""
@@ -163,13 +162,13 @@ class Runner:
 
         Returns the tokens as the next step's inputs too.
         """
-        rows, lengths = step.rows[step.samples], (step.starts + step.queries)[step.samples]
+        rows, ends = step.sampling_rows, step.sampling_ends
         if len(rows) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
             return Launched(step, nothing, [], prompts), nothing
         logits = self.model.logits(hidden)
-        sampled = self.sampler(logits, rows, lengths)
-        inputs = self.state.store(rows, lengths, sampled)
+        sampled = self.sampler(logits, rows, ends)
+        inputs = self.state.store(rows, ends, sampled)
         scores = logprobs.of_sampled(self.state, logits, np.arange(len(rows)), rows, sampled)
         return Launched(step, sampled, scores, prompts), inputs
 
@@ -178,7 +177,7 @@ def _continues(step: Step, before: Step) -> bool:
     """Whether the same rows run their next tokens, with unchanged block tables."""
     return (
         step.table_changes is None
-        and not step.admitted
+        and not step.new_rows
         and np.array_equal(step.rows, before.rows)
         and np.array_equal(step.starts, before.starts + 1)
     )

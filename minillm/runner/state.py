@@ -5,6 +5,7 @@ launched before the previous step's tokens are read, and the same code runs pref
 requests. On the host, a row holds what launching a step needs to know about the request.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from minillm.config import MOST_AHEAD
 from minillm.kv_cache.attention_sinks import missing
-from minillm.request import Request, SamplingParams
-from minillm.scheduler.step import Step
+from minillm.scheduler.step import NewRow, Step
 
 # Parameters that adjust a row's logits, with their neutral values.
 PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
@@ -58,8 +58,8 @@ class RowState:
 
     def update(self, step: Step) -> None:
         """Apply the changes since the last step: new requests and block table entries."""
-        if step.admitted:
-            self._admit(step.admitted)
+        if step.new_rows:
+            self.fill(step.new_rows)
         for row, mask in step.masks.items():
             self.sampling.mask[row] = mask
         if step.table_changes is not None:
@@ -67,19 +67,20 @@ class RowState:
             rows, columns, sent = self.send(*places, blocks.ravel())
             self.block_table[:, rows, columns] = sent.view(blocks.shape).int()
 
-    def _admit(self, requests: list[Request]) -> None:
-        for request in requests:
-            row, known, params = request.row, len(request.known), request.params
-            self.keep_tokens(known)
-            self.tokens[row, :known] = torch.from_numpy(request.known).to(self.device, non_blocking=True)
-            self.prompt_length[row] = len(request.prompt)
+    def fill(self, new_rows: Sequence[NewRow]) -> None:
+        """Set the columns of rows that requests have just got."""
+        for new in new_rows:
+            row, count, params = new.row, len(new.tokens), new.params
+            self.keep_tokens(count)
+            self.tokens[row, :count] = torch.from_numpy(new.tokens).to(self.device, non_blocking=True)
+            self.prompt_length[row] = new.prompt_length
             self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
             self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-            self.sampling.admit(row, params, request.seed, request.stop_ids)
-        seeds = np.array([request.seed for request in requests])
-        rows, seeds_sent = self.send(np.array([request.row for request in requests]), seeds)
+            self.sampling.fill(new)
+        seeds = np.array([new.seed for new in new_rows])
+        rows, seeds_sent = self.send(np.array([new.row for new in new_rows]), seeds)
         self.seed[rows] = seeds_sent
-        temperatures = np.array([request.params.temperature for request in requests], np.float32)
+        temperatures = np.array([new.params.temperature for new in new_rows], np.float32)
         self.temperature[rows] = self.to_device(temperatures)
 
     def store(self, rows: np.ndarray, places: np.ndarray, tokens: Tensor) -> Tensor:
@@ -130,12 +131,14 @@ class SamplingColumns:
         self.general = np.zeros(rows, bool)  # rows that need more than greedy choice or a temperature
         self.shaping = {name: np.zeros(rows) for name in PENALTIES | TRUNCATION | MIN_P}
 
-    def admit(self, row: int, params: SamplingParams, seed: int, stop_ids: tuple[int, ...]) -> None:
+    def fill(self, new: NewRow) -> None:
+        """Set the columns of a row that a request has just got."""
+        row, params = new.row, new.params
         bias = params.logit_bias or {}
-        self.mixed_seed[row] = mix(np.array([seed]).astype(np.uint64))[0]
+        self.mixed_seed[row] = mix(np.array([new.seed]).astype(np.uint64))[0]
         self.temperature[row] = params.temperature
         self.min_tokens[row] = params.min_tokens
-        self.stop_ids[row] = np.array(stop_ids, np.int64)
+        self.stop_ids[row] = np.array(new.stop_ids, np.int64)
         self.bias[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float64)
         self.biased[row] = bool(bias)
         self.masked[row] = params.grammar is not None

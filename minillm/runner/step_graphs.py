@@ -41,11 +41,11 @@ class StepGraphs:
         if mixed and sampling and MixedGraphs.fit(model):
             self.mixed = MixedGraphs(self.decodes, config)
 
-    def launch(self, step: Step, decodes_only: bool) -> Replayed | None:
+    def launch(self, step: Step) -> Replayed | None:
         """Replay a step. Returns None if no graph can run it."""
         if not self.steps.follow():
             return None
-        if decodes_only:
+        if step.decodes_only:
             return self.decodes.launch(step)
         if self.mixed is None or not self.steps.operations.engines_own:
             return None

@@ -15,8 +15,8 @@ def check(self: "Scheduler") -> None:
     running = [request for request in self.requests if request is not None]
     assert sorted(self.order.tolist()) == sorted(request.row for request in running), "order lost a row"
     tables = [self.tables.of(request.row).tolist() for request in running]
-    self.pool.check(block for blocks in [*tables, self.fenced] for block in blocks)
-    rows = [r.row for r in running] + [row for _, row, _ in self._fence if row >= 0] + self._free_rows
+    self.pool.check(block for blocks in [*tables, self.fence.blocks] for block in blocks)
+    rows = [r.row for r in running] + self.fence.rows + self._free_rows
     assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
     for request in running:
         row = request.row

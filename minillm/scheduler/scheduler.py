@@ -11,7 +11,6 @@ operations; Python loops run over events only: admit, finish, preempt.
 """
 
 from bisect import insort
-from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -26,8 +25,9 @@ from minillm.kv_cache.block_tables import BlockTables, group_key
 from minillm.request import NOT_NUMBERS, Request
 
 from .consistency import check, stuck
+from .fence import Fence
 from .policies import FirstComeFirstServed, Policy
-from .step import Step
+from .step import NewRow, Step
 
 if TYPE_CHECKING:
     from minillm.trace.record import Trace
@@ -95,11 +95,10 @@ class Scheduler:
         self.order = np.zeros(0, np.int32)  # running rows, oldest request first
         self.waiting: list[Request] = []  # in the order in which they are to be admitted
         self._free_rows = list(range(rows - 1, -1, -1))
-        # (last step that may touch them, row or -1, blocks)
-        self._fence: deque[tuple[int, int, list[int]]] = deque()
+        self.fence = Fence()
         self._refused_by = ""  # what last kept a waiting request out: admits, share or blocks
         self._lacking: tuple[Request | None, int] = (None, 0)  # a waiting request, and the blocks that it waits for
-        self._admitted: list[Request] = []
+        self._new_rows: list[NewRow] = []
 
     # ---- requests: submit, finish, reset
 
@@ -242,7 +241,7 @@ class Scheduler:
             self._register(self.requests[row], int(self.computed[row]))  # what others may still find
         holders, blocks = self.tables.expire(rows, self.computed[rows])
         if len(blocks):
-            self._fence.append((self.launched, -1, blocks.tolist()))
+            self.fence.hold(self.launched, blocks.tolist())
             if self.trace is not None:
                 self.trace.release(holders, blocks, self.launched)
             self._open_fence()
@@ -323,14 +322,14 @@ class Scheduler:
             self._register(self.requests[row], int(self.computed[row]))
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
-        step = Step(self.launched, rows, starts, queries, samples, decodes, admitted=self._admitted)
+        step = Step(self.launched, rows, starts, queries, samples, decodes, new_rows=self._new_rows)
         step.first = samples & (self.computed[rows] == self.prompt[rows])
         if self.matchers:
             step.masks = {row: self.matchers[row].mask for row in rows[samples].tolist() if row in self.matchers}
         step.moved = self.tables.moved(rows)
         step.table_changes = self.tables.take_changes()
         self._release_hidden(rows[decodes:])  # columns that move up for it do so in the next step
-        self._admitted = []
+        self._new_rows = []
         if self.trace is not None:
             self.trace.launch(self, step)
         return step
@@ -347,7 +346,7 @@ class Scheduler:
         self.read = step.number
         if self.trace is not None:
             self.trace.arrived(step.number)
-        sampling, ended = step.rows[step.samples], []
+        sampling, ended = step.sampling_rows, []
         if tokens.ndim == 1:
             tokens = tokens[:, None]
         if accepted is None:
@@ -363,7 +362,7 @@ class Scheduler:
     def _reject(self, step: Step, accepted: np.ndarray) -> None:
         """What was launched for tokens that are not the rows' next ones is neither known nor computed."""
         decoding = np.nonzero(step.samples)[0] < step.decodes
-        rows, count = step.rows[step.samples][decoding], step.queries_per_decode - accepted[decoding]
+        rows, count = step.sampling_rows[decoding], step.queries_per_decode - accepted[decoding]
         going = self.confirmed[rows] > 0
         self.known[rows[going]] -= count[going]
         self.computed[rows[going]] -= count[going]
@@ -446,7 +445,9 @@ class Scheduler:
         self.arrival[row] = request.arrival
         place = int(np.searchsorted(self.arrival[self.order], request.arrival))
         self.order = np.insert(self.order, place, row)
-        self._admitted.append(request)
+        self._new_rows.append(
+            NewRow(row, request.known, len(request.prompt), request.params, request.seed, request.stop_ids)
+        )
         return row
 
     def _vacate(self, request: Request) -> None:
@@ -458,12 +459,11 @@ class Scheduler:
         self.confirmed[row] = self.known[row] = self.limit[row] = 0
         self.matchers.pop(row, None)
         self.order = self.order[self.order != row]
-        insort(self._fence, (int(self.last_step[row]), row, self.tables.vacate(row)))
+        self.fence.hold(int(self.last_step[row]), self.tables.vacate(row), row)
         self._open_fence()
 
     def _open_fence(self) -> None:
-        while self._fence and self._fence[0][0] <= self.read:
-            _, row, blocks = self._fence.popleft()
+        for row, blocks in self.fence.release(self.read):
             self.pool.release(blocks)
             if row >= 0:
                 self._free_rows.append(row)
@@ -490,10 +490,5 @@ class Scheduler:
         if self.trace is not None:
             self.trace.register(self.pool, row, keys)
         request.registered = full
-
-    @property
-    def fenced(self) -> list[int]:
-        """The blocks that will be released once the steps in flight have been read; one may be listed twice."""
-        return [block for _, _, blocks in self._fence for block in blocks]
 
     check = check

@@ -4,14 +4,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minillm.request import Request
+from minillm.request import SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class NewRow:
+    """A request that has just got a row, and what running its steps needs to know of it."""
+
+    row: int
+    tokens: np.ndarray  # [n] int32: its prompt, and after a preemption also its output so far
+    prompt_length: int
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
 
 
 @dataclass
 class Step:
     """One launch: for each row, the span of its tokens that runs. Decoding rows come first.
 
-    It is a message: all that running it needs is in it, and in the steps before it.
+    It is a message: it holds values only, and all that running it needs is in it and in the steps before it. So steps
+    can be sent to another process.
     """
 
     number: int
@@ -21,10 +34,30 @@ class Step:
     samples: np.ndarray  # [n] bool: the row's last known token is among them, so the step yields one more
     decodes: int  # how many leading rows run `queries_per_decode` tokens each
     queries_per_decode: int = 1  # the newest token; more when tokens are speculated
-    admitted: list[Request] = field(default_factory=list)  # requests that got their row since the last step
+    new_rows: list[NewRow] = field(default_factory=list)  # requests that got their row since the last step
     first: np.ndarray | None = None  # [n] bool: what the row yields is its request's first token
     moved: np.ndarray | None = None  # [n] of streams: blocks that the rows have freed, which no table has any more
     # Rows whose next token a grammar restricts, each with one bit a token of the vocabulary; see `grammar.Matcher`.
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     # What changed in the block tables: rows [m], columns [m] and their new blocks [groups, m].
     table_changes: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    @property
+    def ends(self) -> np.ndarray:
+        """[n] int32: tokens of each row that are in the cache after the step."""
+        return self.starts + self.queries
+
+    @property
+    def sampling_rows(self) -> np.ndarray:
+        """[samples] int32: the rows that the step samples a token for."""
+        return self.rows[self.samples]
+
+    @property
+    def sampling_ends(self) -> np.ndarray:
+        """[samples] int32: `ends` of the sampling rows, which are the positions of their new tokens."""
+        return self.ends[self.samples]
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every row decodes, and samples a token."""
+        return self.decodes == len(self.rows) and bool(self.samples.all())

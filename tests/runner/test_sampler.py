@@ -10,6 +10,7 @@ from minillm import InvalidRequest, SamplingParams, ops
 from minillm.runner.logprobs import top_logprobs
 from minillm.runner.sampler import Sampler, derived_seed, uniforms
 from minillm.runner.state import RowState
+from minillm.scheduler.step import NewRow
 
 VOCABULARY, DRAWS = 12, 10_000
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 2.2, 0.3, -2.0, 1.1, 0.7]
@@ -48,12 +49,16 @@ def rows(count: int) -> RowState:
     return RowState(count, longest=15, groups=1, blocks=1, block_size=16, device=torch.device("cpu"))
 
 
+def new_row(row: int, params: SamplingParams, seed: int) -> NewRow:
+    return NewRow(row, np.array(PROMPT, np.int32), len(PROMPT), params, seed, tuple(params.stop_token_ids))
+
+
 def draw(params: SamplingParams, logits=None, draws: int = DRAWS) -> torch.Tensor:
     """One token for each of `draws` requests that differ only in their seeds."""
     known = PROMPT + OUTPUT
     state = rows(draws)
     for row in range(draws):
-        state.sampling.admit(row, params, derived_seed(0, row), params.stop_token_ids)
+        state.sampling.fill(new_row(row, params, derived_seed(0, row)))
     state.prompt_length[:] = len(PROMPT)
     state.tokens[:, : len(known)] = torch.tensor(known)
     state.tokens[:, len(known) :] = 9  # tokens after a row's length must be ignored
@@ -108,9 +113,9 @@ def test_a_row_keeps_nothing_of_the_request_before(case):
         frequency_penalty=-0.9, min_tokens=3, stop_token_ids=[4], logit_bias={3: 2.0},
     )  # fmt: skip
     used, fresh = rows(1).sampling, rows(1).sampling
-    used.admit(0, much, 5, (4,))
+    used.fill(new_row(0, much, 5))
     for columns in (used, fresh):
-        columns.admit(0, SamplingParams(**case | {"temperature": 0}), 6, (1, 2))
+        columns.fill(new_row(0, SamplingParams(**case | {"temperature": 0}), 6))
     assert repr(vars(used)) == repr(vars(fresh)) != repr(vars(rows(1).sampling))
 
 
@@ -125,7 +130,7 @@ def test_greedy_and_sampling_rows_share_a_batch():
     for row, params in enumerate(
         [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0.01)]
     ):
-        state.sampling.admit(row, params, row, ())
+        state.sampling.fill(new_row(row, params, row))
     logits = torch.tensor([LOGITS, LOGITS[::-1], LOGITS])
     found = Sampler(state, ops.on("cpu"))(logits, np.arange(3), np.full(3, 4))
     assert found.tolist() == [7, 4, 7]

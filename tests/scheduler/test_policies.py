@@ -34,7 +34,7 @@ def admissions(waiting: Scheduler, later: dict[int, list[Request]] | None = None
             if not later:
                 return found
             continue
-        found += [(number, each.request_id) for each in step.admitted]
+        found += [(number, waiting.requests[new.row].request_id) for new in step.new_rows]
         waiting.complete(step, np.ones(int(step.samples.sum()), np.int64))
     raise AssertionError("requests wait forever")
 

@@ -117,9 +117,9 @@ class Device:
     def update(self, step) -> None:
         """Apply what changed since the last step."""
         self.wipe(block for block in range(self.pool.num_blocks) if self.pool.unreferenced([block]))
-        for request in step.admitted:
-            for position, token in enumerate(request.known):
-                self.tokens[request.row, position] = int(token)
+        for new in step.new_rows:
+            for position, token in enumerate(new.tokens):
+                self.tokens[new.row, position] = int(token)
         if step.table_changes is not None:
             rows, columns, blocks = step.table_changes
             for i, (row, column) in enumerate(zip(rows, columns, strict=True)):
@@ -338,8 +338,7 @@ class SkipsTheFence(Scheduler):
     """Rows and blocks are freed while steps that may access them are in flight."""
 
     def _open_fence(self):
-        while self._fence:
-            _, row, blocks = self._fence.popleft()
+        for row, blocks in self.fence.release(self.launched):
             self.pool.release(blocks)
             self._free_rows += [row][: row >= 0]
 

@@ -80,7 +80,7 @@ class Schedule:
         pool = scheduler.pool
         cached = set(pool._cached)
         states = ["used" if n else "cached" if b in cached else "free" for b, n in enumerate(pool.references)]
-        leaving = sorted(block for _, _, blocks in scheduler._fence for block in blocks)
+        leaving = sorted(scheduler.fence.blocks)
         self.tables.append((rows, states, list(pool.references), leaving))
 
     def read(self) -> None:

@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "a row with a new block continues with the previous step's block table",
         "minillm/runner/runner.py",
-        "step.table_changes is None\n        and not step.admitted",
-        "not step.admitted",
+        "step.table_changes is None\n        and not step.new_rows",
+        "not step.new_rows",
         "tests/engine/test_engine.py -k batching_and_run_ahead",
     ),
     Fault(

@@ -22,8 +22,8 @@ FAULTS = (
     Fault(
         "blocks are freed before the steps in flight are read",
         SCHEDULER,
-        "self._fence[0][0] <= self.read:",
-        "self._fence[0][0] <= self.launched:",
+        "self.fence.release(self.read)",
+        "self.fence.release(self.launched)",
         "tests/scheduler/test_scheduler.py -k wait_for_the_steps",
     ),
     Fault(
