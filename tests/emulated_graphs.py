@@ -38,8 +38,8 @@ def emulated_graphs():
             return captured
 
     class Graphs(step_graphs.StepGraphs):
-        def launch(self, step):
-            replayed = super().launch(step)
+        def replay(self, step):
+            replayed = super().replay(step)
             if replayed is not None:  # a GPU copies the tokens to the host before the next replay
                 replayed.sampled = replayed.sampled.clone()
             return replayed

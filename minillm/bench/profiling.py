@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from minillm.engine.engine import Engine
-from minillm.runner.launched import Launched, Results
+from minillm.runner.executor import Executor, WatchedExecutor
+from minillm.runner.launched import Results, StepInFlight
 from minillm.scheduler.step import Step
 
 GROUPS = ("matrix products", "attention", "head and sampling", "other kernels")
@@ -47,32 +48,42 @@ class Recording:
         return self.done[after - 1] - (self.done[first - 1] if first else self.began)
 
 
+class _Recorder(WatchedExecutor):
+    """Adds each step to a recording."""
+
+    def __init__(self, executor: Executor, recording: Recording):
+        super().__init__(executor)
+        self.recording = recording
+
+    def launch(self, step: Step) -> StepInFlight:
+        in_flight = super().launch(step)
+        self.recording.steps.append(step)
+        return _Timed(in_flight, self.recording)
+
+
+class _Timed:
+    """A step in flight that notes how long the host waits for it."""
+
+    def __init__(self, in_flight: StepInFlight, recording: Recording):
+        self.step, self.in_flight, self.recording = in_flight.step, in_flight, recording
+
+    def wait(self) -> Results:
+        start = time.perf_counter()
+        results = self.in_flight.wait()
+        self.recording.done.append(time.perf_counter())
+        self.recording.waited += self.recording.done[-1] - start
+        return results
+
+
 @contextmanager
 def recording(engine: Engine) -> Iterator[Recording]:
     """Record every step that the engine runs in the block, at a cost of microseconds per step."""
-    executor, found = engine.executor, Recording(time.perf_counter())
-    launch = executor.launch
-
-    def noted(step: Step) -> Launched:
-        launched = launch(step)
-        wait = launched.wait
-
-        def timed_wait() -> Results:
-            start = time.perf_counter()
-            results = wait()
-            found.done.append(time.perf_counter())
-            found.waited += found.done[-1] - start
-            return results
-
-        vars(launched)["wait"] = timed_wait
-        found.steps.append(step)
-        return launched
-
-    vars(executor)["launch"] = noted  # hides the method on this object
+    executor, recorded = engine.executor, Recording(time.perf_counter())
+    engine.executor = _Recorder(executor, recorded)
     try:
-        yield found
+        yield recorded
     finally:
-        del vars(executor)["launch"]
+        engine.executor = executor
 
 
 def slices(done: Sequence[float], began: float) -> list[int]:
@@ -86,49 +97,51 @@ def slices(done: Sequence[float], began: float) -> list[int]:
     return chosen
 
 
+class _Profiler(WatchedExecutor):
+    """Profiles STEPS steps from each of `starts` on. The device is idle at both ends of such a slice."""
+
+    def __init__(self, executor: Executor, starts: Sequence[int]):
+        super().__init__(executor)
+        self.starts, self.launched = starts, 0
+        self.done: list[torch.profiler.profile] = []
+        self.running: torch.profiler.profile | None = None
+
+    def launch(self, step: Step) -> StepInFlight:
+        if self.launched in self.starts:
+            self.running = _begin_profile()
+        in_flight = super().launch(step)
+        self.launched += 1
+        if self.launched - STEPS in self.starts:
+            self.end_slice()
+        return in_flight
+
+    def end_slice(self) -> None:
+        if self.running is not None:
+            torch.cuda.synchronize()
+            self.running.stop()
+            self.done.append(self.running)
+            self.running = None
+
+
+def _begin_profile() -> torch.profiler.profile:
+    torch.cuda.synchronize()
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+    profile.start()
+    return profile
+
+
 @contextmanager
 def profiled(engine: Engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, float, float]]]]:
-    """Profile STEPS steps from each of `starts` on; after the block, each slice's (kernel, begin, end) in seconds.
-
-    The device is idle at both ends of a slice, so that its kernels are exactly those of its steps.
-    """
-    executor, launch = engine.executor, engine.executor.launch
-    found: list[list[tuple[str, float, float]]] = []
-    profiles: list[torch.profiler.profile] = []
-    count = 0
-    running: torch.profiler.profile | None = None
-
-    def start() -> torch.profiler.profile:
-        torch.cuda.synchronize()
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
-        profile.start()
-        return profile
-
-    def stop(profile: torch.profiler.profile) -> None:
-        torch.cuda.synchronize()
-        profile.stop()
-        profiles.append(profile)
-
-    def watched(step: Step) -> Launched:
-        nonlocal count, running
-        if count in starts:
-            running = start()
-        launched = launch(step)
-        count += 1
-        if running is not None and count - STEPS in starts:
-            stop(running)
-            running = None
-        return launched
-
-    start().stop()  # the first one loads the profiler
-    vars(executor)["launch"] = watched
+    """Profile STEPS steps from each of `starts` on; after the block, each slice's (kernel, begin, end) in seconds."""
+    executor, slices_kernels = engine.executor, list[list[tuple[str, float, float]]]()
+    _begin_profile().stop()  # the first one loads the profiler
+    engine.executor = profiler = _Profiler(executor, starts)
     try:
-        yield found
-        if running is not None:
-            stop(running)
-        found += [_kernels(profile) for profile in profiles]
+        yield slices_kernels
+        profiler.end_slice()
+        slices_kernels += [_kernels(profile) for profile in profiler.done]
     finally:
-        del vars(executor)["launch"]
+        engine.executor = executor
 
 
 def _kernels(profile: torch.profiler.profile) -> list[tuple[str, float, float]]:

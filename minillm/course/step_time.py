@@ -17,6 +17,9 @@ from minillm.engine.engine import Engine
 from minillm.engine.llm import LLM
 from minillm.model.config import PRESETS, ModelConfig
 from minillm.request import SamplingParams
+from minillm.runner.executor import WatchedExecutor
+from minillm.runner.launched import StepInFlight
+from minillm.scheduler.step import Step
 
 STEPS, CONTEXT = 40, 64
 
@@ -48,17 +51,18 @@ def free_batch(numbers: int, bytes_per_number: int, bytes_per_s: float, operatio
 def tokens_of_steps(engine: Engine) -> Iterator[list[int]]:
     """A list that gets the number of tokens of each step that the engine launches in the block."""
     tokens: list[int] = []
-    own = engine.executor.launch
 
-    def launch(step: Any) -> Any:
-        tokens.append(int(step.queries.sum()))
-        return own(step)
+    class Counting(WatchedExecutor):
+        def launch(self, step: Step) -> StepInFlight:
+            tokens.append(int(step.queries.sum()))
+            return super().launch(step)
 
-    engine.executor.launch = launch  # type: ignore[method-assign]
+    executor = engine.executor
+    engine.executor = Counting(executor)
     try:
         yield tokens
     finally:
-        engine.executor.launch = own  # type: ignore[method-assign]
+        engine.executor = executor
 
 
 def without_idle(point: roofline.Point, config: ModelConfig) -> roofline.Point:

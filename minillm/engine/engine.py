@@ -27,7 +27,7 @@ from minillm.model.loader import check_tokenizer, load_model, read_config, resol
 from minillm.pretrained import model_name
 from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.executor import Executor, LocalExecutor
-from minillm.runner.launched import Launched, Results
+from minillm.runner.launched import Results, StepInFlight
 from minillm.runner.plan import Plan
 from minillm.runner.sampler import derived_seed
 from minillm.scheduler import replaceable
@@ -105,7 +105,7 @@ class Engine:
         longest = self.config.max_model_len or self.model_config.max_model_len
         self.executor: Executor = LocalExecutor(self.model, self.config, longest, self.plan, others)
         self.max_model_len = self.executor.facts.max_model_len
-        self.in_flight: deque[Launched] = deque()
+        self.in_flight: deque[StepInFlight] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
         self.lock = threading.RLock()
@@ -349,8 +349,8 @@ class Engine:
             completion.num_cached_tokens = int(step.starts[step.rows == row].sum())
         self._watch(tracked, row)
 
-    def _read(self, launched: Launched) -> None:
-        results, step = launched.wait(), launched.step
+    def _read(self, oldest: StepInFlight) -> None:
+        results, step = oldest.wait(), oldest.step
         now = time.perf_counter()
         rows = step.sampling_rows
         requests = self.scheduler.requests

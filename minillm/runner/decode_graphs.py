@@ -36,13 +36,13 @@ class DecodeGraphs:
         model: Model,
         state: RowState,
         caches: list[LayerCache],
-        steps: CapturedSteps,
+        captured: CapturedSteps,
         most_rows: int,
         *,
         single_row: bool = True,
         sampling: bool = True,
     ):
-        self.model, self.state, self.caches, self.steps = model, state, caches, steps
+        self.model, self.state, self.caches, self.captured = model, state, caches, captured
         self.sampling = sampling
         self.rows = torch.full((most_rows + 1,), state.padding, dtype=torch.int64, device=state.device)
         self.query_start = torch.arange(most_rows + 2, dtype=torch.int32, device=state.device)
@@ -59,16 +59,16 @@ class DecodeGraphs:
         """Capture these steps now. From then on, batches are padded to one of their sizes or the largest size."""
         shapes = sorted(shapes, reverse=True)  # largest first: the others fit in its memory
         for shape in shapes:
-            self.captured(*shape)
+            self.graph(*shape)
         if shapes:
             self.sizes = sorted({shape.rows for shape in shapes} | {self.sizes[-1]})
 
-    def launch(self, step: Step) -> Replayed:
+    def replay(self, step: Step) -> Replayed:
         """Replay a decode step."""
         state, count = self.state, len(step.rows)
         size = next(size for size in self.sizes if size >= count)
         blocks = -(-int(step.starts.max() + 1) // state.block_size)
-        graph = self.captured(size, self.width(blocks))
+        graph = self.graph(size, self.width(blocks))
         rows, positions = self._sent
         if not (np.array_equal(rows, step.rows) and np.array_equal(positions, step.starts)):
             padded = np.full(size, state.padding, np.int64)
@@ -98,15 +98,15 @@ class DecodeGraphs:
         padding = torch.full((shape.rows,), self.state.padding, dtype=torch.int64, device=self.state.device)
         self._sample(padding, self._logits(padding, shape.width), torch.empty_like(padding))
 
-    def captured(self, size: int, width: int) -> Graph:
+    def graph(self, size: int, width: int) -> Graph:
         """The graph of `size` rows with tables of `width` blocks, captured now if need be."""
-        shape, have = DecodeShape(size, width), self.steps.decodes
+        shape, have = DecodeShape(size, width), self.captured.decodes
         if shape in have:
             return have[shape]
         # All other graphs fit into the largest one's memory, in any order. That does not hold for a replaced operation:
         # it may allocate what the engine's own never does, and no memory was reserved for that.
-        if not have and shape != self.largest and self.steps.operations.engines_own:
-            self.captured(*self.largest)
+        if not have and shape != self.largest and self.captured.operations.engines_own:
+            self.graph(*self.largest)
         self.rehearse(shape)
         out = torch.empty(size, dtype=torch.int64, device=self.state.device)
 
@@ -116,7 +116,7 @@ class DecodeGraphs:
                 self._sample(self.rows[:size], to_sample, out)
             return to_sample
 
-        have[shape] = graph = self.steps.record(step, out)
+        have[shape] = graph = self.captured.record(step, out)
         return graph
 
     def _logits(self, rows: Tensor, width: int) -> ToSample:

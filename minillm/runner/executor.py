@@ -16,7 +16,7 @@ from minillm.model import Model
 from minillm.scheduler.step import Step
 
 from .cuda_graph import DecodeShape
-from .launched import Launched
+from .launched import StepInFlight
 from .plan import Plan
 from .runner import Runner
 from .threads import Threads
@@ -38,7 +38,7 @@ class Executor(Protocol):
 
     facts: Facts
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> StepInFlight:
         """Run a step. Returns before it has finished if the device is asynchronous."""
         ...
 
@@ -49,6 +49,22 @@ class Executor(Protocol):
     def close(self) -> None:
         """Free the cache and the graphs."""
         ...
+
+
+class WatchedExecutor:
+    """Passes every call to another executor. A subclass overrides what it wants to see."""
+
+    def __init__(self, executor: Executor):
+        self.executor, self.facts = executor, executor.facts
+
+    def launch(self, step: Step) -> StepInFlight:
+        return self.executor.launch(step)
+
+    def warm_up(self) -> None:
+        self.executor.warm_up()
+
+    def close(self) -> None:
+        self.executor.close()
 
 
 class LocalExecutor:
@@ -64,7 +80,7 @@ class LocalExecutor:
     ):
         self._table = {} if plan is None else plan.table()
         self.threads = Threads(config.cpu_threads, others) if model.device.type == "cpu" else None
-        with self._launches():
+        with self._tuned():
             self.runner = Runner(model, config, max_model_len)
             if plan is not None and plan.graphs and self.runner.graphs is not None:
                 self.runner.graphs.decodes.capture(DecodeShape(*shape) for shape in plan.graphs)
@@ -77,20 +93,21 @@ class LocalExecutor:
             captures=self.runner.graphs is not None,
         )
 
-    def launch(self, step: Step) -> Launched:
-        with self._launches(), nullcontext() if self.threads is None else self.threads.chosen():
-            return self.runner.launch(step)
+    def launch(self, step: Step) -> StepInFlight:
+        with self._tuned(), nullcontext() if self.threads is None else self.threads.chosen():
+            return self.runner.run(step)
 
     def warm_up(self) -> None:
         """Capture every batch size with the narrowest block tables, and every shape with prompts."""
         if self.runner.graphs is not None:
-            with self._launches():
+            with self._tuned():
                 self.runner.graphs.capture_all()
 
     def close(self) -> None:
         self.runner.close()
 
     @contextmanager
-    def _launches(self) -> Iterator[None]:
+    def _tuned(self) -> Iterator[None]:
+        """Kernels take their launch configurations from the plan inside the block."""
         with launch_configs.using(self._table):
             yield

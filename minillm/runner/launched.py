@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,8 +25,18 @@ class Results:
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs] | None]] = field(default_factory=dict)
 
 
-class Launched:
-    """A step that runs or has run. `wait` blocks until its results are on the host.
+class StepInFlight(Protocol):
+    """A step that runs or has run, wherever that is."""
+
+    step: Step
+
+    def wait(self) -> Results:
+        """Block until the results are here, and return them."""
+        ...
+
+
+class LaunchedStep:
+    """A step that runs or has run on this process's device.
 
     tokens [samples] int64, on the device. read: returns them once the step has run, if it writes them to the host.
     """
@@ -48,6 +59,7 @@ class Launched:
             self._event.record()
 
     def wait(self) -> Results:
+        """Block until the results are on the host, and return them."""
         if self._event is not None:
             self._event.synchronize()
         tokens = self._read()

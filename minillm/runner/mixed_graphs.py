@@ -58,7 +58,7 @@ class MixedGraphs:
     """Captured steps with prompts, in the memory pool of the captured decode steps."""
 
     def __init__(self, decodes: DecodeGraphs, config: DeviceConfig):
-        self.decodes, self.steps = decodes, decodes.steps
+        self.decodes, self.captured = decodes, decodes.captured
         self.model, self.state = decodes.model, decodes.state
         full, budget, most_rows = self.state.block_table.shape[2], config.max_num_batched_tokens, config.max_num_seqs
         widths = {min(full, -(-NARROW // self.state.block_size)), full}
@@ -78,8 +78,6 @@ class MixedGraphs:
 
     def shape(self, step: Step) -> MixedShape | None:
         """The smallest shape that has room for the step, or None."""
-        if step.queries_per_decode > 1:
-            return None
         prompts = len(step.rows) - step.decodes
         tokens = int(step.queries[step.decodes :].sum())
         blocks = -(-int(step.ends.max()) // self.state.block_size)
@@ -93,7 +91,7 @@ class MixedGraphs:
         )
         return next(fitting, None)
 
-    def launch(self, step: Step) -> Replayed | None:
+    def replay(self, step: Step) -> Replayed | None:
         """Replay the step. Returns None if no shape has room for it, or if capturing that shape runs out of memory.
 
         A shape that could not be captured is not tried again.
@@ -102,7 +100,7 @@ class MixedGraphs:
         if shape is None:
             return None
         try:
-            captured = self.captured(shape)
+            captured = self.graph(shape)
         except torch.OutOfMemoryError:
             self.shapes.remove(shape)
             return None
@@ -149,22 +147,22 @@ class MixedGraphs:
     # ---- capturing
 
     @torch.inference_mode()
-    def captured(self, shape: MixedShape) -> Graph:
+    def graph(self, shape: MixedShape) -> Graph:
         """The graph of this shape, captured now if necessary."""
-        have = self.steps.mixed
+        have = self.captured.mixed
         if shape in have:
             return have[shape]
         # Capture the largest shape first, as for decodes, so that the others fit in its memory.
-        if not self.steps.decodes:
-            self.decodes.captured(*self.decodes.largest)
+        if not self.captured.decodes:
+            self.decodes.graph(*self.decodes.largest)
         while not have and shape != self.shapes[-1]:
             try:
-                self.captured(self.shapes[-1])
+                self.graph(self.shapes[-1])
             except torch.OutOfMemoryError:
                 self.shapes.pop()
         out = torch.empty(shape.rows, dtype=torch.int64, device=self.state.device)
         self.rehearse(shape)
-        have[shape] = graph = self.steps.record(lambda: self._run(shape, out), out)
+        have[shape] = graph = self.captured.record(lambda: self._run(shape, out), out)
         return graph
 
     def rehearse(self, shape: MixedShape) -> None:

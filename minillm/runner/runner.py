@@ -19,7 +19,7 @@ from minillm.model.batch import Batch
 from minillm.scheduler.step import Step
 
 from . import logprobs
-from .launched import Launched
+from .launched import LaunchedStep
 from .memory import Memory, gib
 from .packing import pack
 from .sampler import Sampler
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Runner:
-    """A model with its cache and row state; `launch` runs a step.
+    """A model with its cache and row state; `run` runs a step.
 
     Raises ConfigError if the memory is too small for the options.
     """
@@ -97,20 +97,25 @@ class Runner:
         self.graphs = self._decoding = None
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Launched:
-        """Run a step. On a GPU it returns without waiting; `Launched.wait` gives the results."""
+    def run(self, step: Step) -> LaunchedStep:
+        """Run a step. On a GPU it returns without waiting; `LaunchedStep.wait` gives the results.
+
+        Raises NotImplementedError for a step whose decoding rows run several tokens: only the last would be sampled.
+        """
+        if step.queries_per_decode > 1:
+            raise NotImplementedError(f"step {step.number} runs {step.queries_per_decode} tokens of each decoding row")
         self.state.update(step)
         before, self._decoding = self._decoding, None
         prompts = [] if step.decodes_only else logprobs.rows_wanting_prompts(self.state, step)
         if self.graphs is not None and not prompts:
-            replayed = self.graphs.launch(step)
+            replayed = self.graphs.replay(step)
             if replayed is not None:
                 return self._correct(step, replayed)
         if step.decodes_only:
             return self._decode(step, before)
-        return self._run(step, prompts)
+        return self._run_mixed(step, prompts)
 
-    def _correct(self, step: Step, replayed: "Replayed") -> Launched:
+    def _correct(self, step: Step, replayed: "Replayed") -> LaunchedStep:
         """Finish a replayed step: sample rows again if they need more than the sampling in the graph."""
         rows, ends = step.sampling_rows, step.sampling_ends
         sampled, logits, places = replayed.sampled, replayed.logits, replayed.places
@@ -118,9 +123,9 @@ class Runner:
         if corrected:
             self.state.store(rows, ends, sampled)
         scores = logprobs.of_sampled(self.state, logits, places, rows, sampled)
-        return Launched(step, sampled, scores, read=None if corrected else partial(self.state.read, rows, ends))
+        return LaunchedStep(step, sampled, scores, read=None if corrected else partial(self.state.read, rows, ends))
 
-    def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> Launched:
+    def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> LaunchedStep:
         """Launch a decode-only step kernel by kernel."""
         if before is not None and _continues(step, before[0]):
             # The same rows continue in the same blocks: reuse the last batch, advanced by one token.
@@ -136,7 +141,7 @@ class Runner:
         self._decoding = (step, batch, sampled)
         return launched
 
-    def _run(self, step: Step, prompts: list[int]) -> Launched:
+    def _run_mixed(self, step: Step, prompts: list[int]) -> LaunchedStep:
         """Launch a step kernel by kernel. prompts: places of the rows whose prompts are scored."""
         last = np.cumsum(step.queries) - 1
         index = last[step.samples]
@@ -157,7 +162,7 @@ class Runner:
 
     def _sample(
         self, step: Step, hidden: Tensor, prompts: Sequence[logprobs.PromptScores] = ()
-    ) -> tuple[Launched, Tensor]:
+    ) -> tuple[LaunchedStep, Tensor]:
         """Sample each sampling row's next token and store it on the device. hidden: [samples, hidden].
 
         Returns the tokens as the next step's inputs too.
@@ -165,12 +170,12 @@ class Runner:
         rows, ends = step.sampling_rows, step.sampling_ends
         if len(rows) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
-            return Launched(step, nothing, [], prompts), nothing
+            return LaunchedStep(step, nothing, [], prompts), nothing
         logits = self.model.logits(hidden)
         sampled = self.sampler(logits, rows, ends)
         inputs = self.state.store(rows, ends, sampled)
         scores = logprobs.of_sampled(self.state, logits, np.arange(len(rows)), rows, sampled)
-        return Launched(step, sampled, scores, prompts), inputs
+        return LaunchedStep(step, sampled, scores, prompts), inputs
 
 
 def _continues(step: Step, before: Step) -> bool:

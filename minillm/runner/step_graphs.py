@@ -34,35 +34,35 @@ class StepGraphs:
         sampling: bool = True,
         mixed: bool = True,
     ):
-        self.steps = CapturedSteps(model.ops)
+        self.captured = CapturedSteps(model.ops)
         kinds = {"single_row": single_row, "sampling": sampling}
-        self.decodes = DecodeGraphs(model, state, caches, self.steps, config.max_num_seqs, **kinds)
+        self.decodes = DecodeGraphs(model, state, caches, self.captured, config.max_num_seqs, **kinds)
         self.mixed: MixedGraphs | None = None
         if mixed and sampling and MixedGraphs.fit(model):
             self.mixed = MixedGraphs(self.decodes, config)
 
-    def launch(self, step: Step) -> Replayed | None:
+    def replay(self, step: Step) -> Replayed | None:
         """Replay a step. Returns None if no graph can run it."""
-        if not self.steps.follow():
+        if step.queries_per_decode > 1 or not self.captured.follow():
             return None
         if step.decodes_only:
-            return self.decodes.launch(step)
-        if self.mixed is None or not self.steps.operations.engines_own:
+            return self.decodes.replay(step)
+        if self.mixed is None or not self.captured.operations.engines_own:
             return None
-        return self.mixed.launch(step)
+        return self.mixed.replay(step)
 
     def capture_all(self) -> None:
         """Capture every batch size with the narrowest block tables, and every shape with prompts."""
-        if self.steps.follow():
+        if self.captured.follow():
             width = self.decodes.width(1)
             self.decodes.capture(DecodeShape(size, width) for size in self.decodes.sizes)
             self.capture_mixed()
 
     def capture_mixed(self) -> None:
         """Capture every shape of a step with prompts."""
-        if self.mixed and self.steps.operations.engines_own:
+        if self.mixed and self.captured.operations.engines_own:
             for shape in reversed(self.mixed.shapes):
-                self.mixed.captured(shape)
+                self.mixed.graph(shape)
 
     def rehearse_largest(self) -> None:
         """Run the largest steps without capturing them, to measure their memory."""
@@ -78,5 +78,5 @@ class StepGraphs:
 
     def close(self) -> None:
         """Free the graphs now instead of at garbage collection."""
-        self.steps.clear()
+        self.captured.clear()
         self.mixed = None

@@ -343,6 +343,9 @@ class Scheduler:
         all) are the row's next; -1: the row's logits are not numbers. Steps are read in the order they were launched.
         """
         assert step.number == self.read + 1, "steps are read in the order they were launched"
+        assert step.queries_per_decode == 1 or step.number == self.launched, (
+            "a step was launched ahead of one with several tokens a row: it continues from tokens that may be rejected"
+        )
         self.read = step.number
         if self.trace is not None:
             self.trace.arrived(step.number)

@@ -85,7 +85,7 @@ def decode_steps(
     ends = range(traffic.input_len + 1, traffic.context + 1)
     widths = sorted({graphs.width(-(-end // block)) for end in ends})
     shapes = [DecodeShape(size, width) for width in widths for size in graphs.sizes]
-    graphs.captured(*graphs.largest)  # the first capture of all: not to be heard as part of another step
+    graphs.graph(*graphs.largest)  # the first capture of all: not to be heard as part of another step
     seconds: dict[DecodeShape, float] = {}
     asked_by: dict[DecodeShape, Asked] = {}
     for shape in shapes:
@@ -102,8 +102,8 @@ def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: 
     state.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
     state.temperature.fill_(1.0)
     state.block_table.random_(runner.num_blocks)
-    graphs.steps.decodes.pop(shape, None)  # captured earlier, perhaps with other launches
-    captured = graphs.captured(size, width).graph
+    graphs.captured.decodes.pop(shape, None)  # captured earlier, perhaps with other launches
+    captured = graphs.graph(size, width).graph
     captured.replay()
     return statistics.median(trials.replay_seconds(captured, REPLAYS))
 

@@ -77,8 +77,8 @@ def test_graphs_and_batches_change_no_tokens(prompts, expected, options):
         llm.engine.scheduler.check()
         graphs = llm.engine.executor.runner.graphs
         assert (graphs is None) == ("enforce_eager" in options)
-        assert graphs is None or graphs.steps.decodes, "no step ran as a graph"
-        assert "max_num_seqs" not in options or graphs.steps.mixed, "no step with a prompt ran as a graph"
+        assert graphs is None or graphs.captured.decodes, "no step ran as a graph"
+        assert "max_num_seqs" not in options or graphs.captured.mixed, "no step with a prompt ran as a graph"
     assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(found, expected, strict=True))
 
 
@@ -101,8 +101,8 @@ def test_every_family_gives_the_cpus_tokens(name, tmp_path):
             found = llm.generate(asked, PLAIN)
             graphs, shape = llm.engine.executor.runner.graphs, llm.model_config
             assert (graphs is None) == ("enforce_eager" in options)
-            assert graphs is None or graphs.steps.decodes, "no step ran as a graph"
-            assert graphs is None or (len(graphs.steps.mixed) > 0) == paged_attention.takes(shape.head_dim)
+            assert graphs is None or graphs.captured.decodes, "no step ran as a graph"
+            assert graphs is None or (len(graphs.captured.mixed) > 0) == paged_attention.takes(shape.head_dim)
         assert all(same_until_a_tie(f.token_ids, w) for f, w in zip(found, wanted, strict=True))
 
 
@@ -129,7 +129,7 @@ def test_user_supplied_policies_and_pools_work_with_graphs(prompts, expected):
     with LLM(dtype="float32", device="cuda", max_num_seqs=7) as llm:
         with minillm.using(policy=Last, block_pool=Pool) as used:
             found = llm.generate(prompts, PLAIN)
-        assert llm.engine.executor.runner.graphs.steps.decodes and used.calls["policy"] and used.calls["block_pool"]
+        assert llm.engine.executor.runner.graphs.captured.decodes and used.calls["policy"] and used.calls["block_pool"]
         after = llm.generate(prompts, PLAIN)
     for each in (found, after):
         assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(each, expected, strict=True))
@@ -166,7 +166,7 @@ def test_an_override_declared_capturable_runs_in_its_own_graphs(prompts, count):
     asked = prompts[:count]
     with LLM(dtype="float32", device="cuda") as llm:
         before = llm.generate(asked, PLAIN)
-        graphs = llm.engine.executor.runner.graphs.steps.decodes
+        graphs = llm.engine.executor.runner.graphs.captured.decodes
         with minillm.using(decode_attention=zeros):
             wanted = llm.generate(asked, PLAIN)
         assert graphs, "eager overrides must not drop the graphs"
@@ -188,7 +188,7 @@ def test_transposed_logits_of_a_user_supplied_head_are_sampled_correctly_after_t
     params = [SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logit_bias={7 + i: 50.0}) for i in range(9)]
     with LLM(dtype="float32", device="cuda") as llm, minillm.using(capturable=True, lm_head=transposed):
         found = llm.generate(prompts[:9], params)
-        assert llm.engine.executor.runner.graphs.steps.decodes, "no step ran as a graph"
+        assert llm.engine.executor.runner.graphs.captured.decodes, "no step ran as a graph"
     assert [set(each.token_ids) for each in found] == [{7 + i} for i in range(9)]
 
 
@@ -214,7 +214,7 @@ def test_the_ablations_graph_settings_change_no_tokens(prompts, expected, option
         runner = llm.engine.executor.runner
         runner.graphs = StepGraphs(runner.model, runner.state, runner.caches, llm.config, **options)
         alone, together = llm.generate(prompts[:1], PLAIN), llm.generate(prompts, PLAIN)
-        assert runner.graphs.steps.decodes
+        assert runner.graphs.captured.decodes
     assert same_until_a_tie(alone[0].token_ids, expected[0])
     assert all(same_until_a_tie(f.token_ids, e) for f, e in zip(together, expected, strict=True))
 

@@ -26,12 +26,12 @@ def test_two_hundred_decode_steps_allocate_nothing(rows):
             engine.submit(engine.prepare([5 + i, 6, 7], ENDLESS))
         for _ in range(30):
             engine.step()
-        before, graphs = counted(), len(engine.executor.runner.graphs.steps.decodes)
+        before, graphs = counted(), len(engine.executor.runner.graphs.captured.decodes)
         active = torch.cuda.memory_stats()["active.all.current"]
         for _ in range(200):
             engine.step()
         assert len(engine.stats()) and engine.stats()["running"] == rows
-        assert len(engine.executor.runner.graphs.steps.decodes) == graphs, (
+        assert len(engine.executor.runner.graphs.captured.decodes) == graphs, (
             "a graph with a longer table was captured: these steps are not in steady state"
         )
         assert counted() == before
@@ -67,19 +67,19 @@ def test_all_graphs_together_fit_their_memory_estimate(rows):
         gc.collect()
         torch.cuda.empty_cache()
         before, graphs = torch.cuda.mem_get_info()[0], runner.graphs
-        assert not graphs.steps.decodes and not graphs.steps.mixed
+        assert not graphs.captured.decodes and not graphs.captured.mixed
         with torch.inference_mode():
             for shape in graphs.mixed.shapes:
-                graphs.mixed.captured(shape)
+                graphs.mixed.graph(shape)
             for size in graphs.decodes.sizes:
                 for width in (16, 32, 64):
-                    graphs.decodes.captured(size, width)
+                    graphs.decodes.graph(size, width)
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
         taken = before - torch.cuda.mem_get_info()[0]
         pool = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] != (0, 0))
-        count = len(graphs.steps.decodes) + len(graphs.steps.mixed)
+        count = len(graphs.captured.decodes) + len(graphs.captured.mixed)
         print(
             f"{count} graphs: reckoned {reckoned / 2**20:.0f} MiB, taken {taken / 2**20:.0f}, pool {pool / 2**20:.0f}"
         )

@@ -144,4 +144,4 @@ def test_the_engine_uses_the_fused_step_for_one_request(llm):
     found = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
     assert len(found[0].token_ids) == 40
     graphs = llm.engine.executor.runner.graphs
-    assert graphs.decodes.single_row is not None and {size for size, _ in graphs.steps.decodes} == {1}
+    assert graphs.decodes.single_row is not None and {size for size, _ in graphs.captured.decodes} == {1}

@@ -96,12 +96,12 @@ def count_replays(monkeypatch) -> dict[str, int]:
 
         for kind in (DecodeGraphs, MixedGraphs):
 
-            def counting(graphs, step, name=kind.__name__, own=kind.launch):
+            def counting(graphs, step, name=kind.__name__, own=kind.replay):
                 sampled = own(graphs, step)
                 replayed[name] += sampled is not None
                 return sampled
 
-            monkeypatch.setattr(kind, "launch", counting)
+            monkeypatch.setattr(kind, "replay", counting)
     return replayed
 
 
@@ -251,7 +251,7 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
     prompts = [[rng.randrange(4, 4000) for _ in range(rng.randint(1, 30))] for _ in range(count)]
     with LLM(dtype="float32", device=DEVICE, max_num_seqs=rows) as llm:
         found = llm.generate(prompts, params)
-        assert not ON_GPU or any(size <= rows for size, _ in llm.engine.executor.runner.graphs.steps.decodes)
+        assert not ON_GPU or any(size <= rows for size, _ in llm.engine.executor.runner.graphs.captured.decodes)
     logits = torch.cat([teacher.logits(each.prompt_token_ids, each.token_ids) for each in found])
     tokens = torch.tensor([token for each in found for token in each.token_ids])
 
@@ -295,8 +295,8 @@ def test_emulated_graphs_give_each_request_its_tokens(rows, budget, tmp_path):
         drain(engine)
         graphs = engine.executor.runner.graphs
         assert graphs.decodes.single_row is not None
-        assert sum(each.graph.count for each in graphs.steps.decodes.values()) >= 3
-        assert sum(each.graph.count for each in graphs.steps.mixed.values()) >= 1
+        assert sum(each.graph.count for each in graphs.captured.decodes.values()) >= 3
+        assert sum(each.graph.count for each in graphs.captured.mixed.values()) >= 1
     tokens, wrong, _ = judge(Teacher(tmp_path), requests)
     assert tokens >= 8 and wrong == 0
 

@@ -109,9 +109,9 @@ def expected(directory, prompts):
 @pytest.fixture
 def poisoned(monkeypatch):
     """Before each step, fill blocks that no request holds or can find with NaN; returns their number each time."""
-    engines, counts, own = [], [], Runner.launch
+    engines, counts, own = [], [], Runner.run
 
-    def launch(runner, step):
+    def run(runner, step):
         pool = engines[0].scheduler.pool
         free = [b for b in range(pool.num_blocks) if not pool.references[b] and b not in pool._key_of]
         counts.append(len(free))
@@ -119,7 +119,7 @@ def poisoned(monkeypatch):
             cache.k[free] = cache.v[free] = float("nan")
         return own(runner, step)
 
-    monkeypatch.setattr(Runner, "launch", launch)
+    monkeypatch.setattr(Runner, "run", run)
     return engines, counts
 
 
@@ -170,7 +170,7 @@ def test_decode_graphs_use_every_groups_block_table(tmp_path):
         wanted = [completion.token_ids for completion in llm.generate(prompts, params)]
     with emulated_graphs(), LLM(tmp_path, **options) as llm:
         found = [completion.token_ids for completion in llm.generate(prompts, params)]
-        graphs = llm.engine.executor.runner.graphs.steps
+        graphs = llm.engine.executor.runner.graphs.captured
         decodes = sum(graph.graph.count for graph in graphs.decodes.values())
         mixed = sum(each.graph.count for each in graphs.mixed.values())
     assert found == wanted and decodes >= 10 and mixed == 2

@@ -62,7 +62,7 @@ def test_warm_up_captures_every_size_and_leaves_no_state(tmp_path):
     greedy = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     with emulated_graphs(), LLM(tmp_path, max_num_seqs=4, max_num_batched_tokens=4) as llm:
         llm.warm_up()
-        captured = llm.engine.executor.runner.graphs.steps.decodes
+        captured = llm.engine.executor.runner.graphs.captured.decodes
         assert {size for size, _ in captured} == {1, 2, 4}
         stats = llm.stats()
         assert stats["running"] == stats["waiting"] == stats["blocks_cached"] == 0

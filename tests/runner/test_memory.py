@@ -140,7 +140,7 @@ def test_the_largest_graph_is_measured_in_a_trial_run_and_captured_first(llm):
         assert reckoned == 5 + CAPTURE_BYTES + (5 + 2) * GRAPH_BYTES
         with LLM(device="cpu", max_num_seqs=4, max_model_len=512, max_num_batched_tokens=16) as other:
             other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
-            assert list(other.engine.executor.runner.graphs.steps.decodes) == [(4, 32), (2, 16)]
+            assert list(other.engine.executor.runner.graphs.captured.decodes) == [(4, 32), (2, 16)]
 
 
 @pytest.mark.skipif(

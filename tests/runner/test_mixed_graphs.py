@@ -114,7 +114,7 @@ def test_the_graphs_inputs_describe_each_token_and_each_row(llm):
 
 
 def replays(llm) -> int:
-    return sum(each.graph.count for each in llm.engine.executor.runner.graphs.steps.mixed.values())
+    return sum(each.graph.count for each in llm.engine.executor.runner.graphs.captured.mixed.values())
 
 
 SAMPLING_OPTIONS = [
@@ -173,9 +173,9 @@ def test_after_a_step_with_prompts_decodes_are_told_their_positions_anew(llm, mo
     """They keep their positions on the device from one step to the next, and this one has moved them."""
     graphs = llm.engine.executor.runner.graphs
     graph = SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), out=torch.zeros(80), to_sample=[None])
-    monkeypatch.setattr(graphs.mixed, "captured", lambda shape: graph)
+    monkeypatch.setattr(graphs.mixed, "graph", lambda shape: graph)
     graphs.decodes._sent = np.arange(2), np.full(2, 3)
-    assert graphs.mixed.launch(step(2, [3])) is not None
+    assert graphs.mixed.replay(step(2, [3])) is not None
     assert [len(each) for each in graphs.decodes._sent] == [0, 0]
 
 
@@ -189,7 +189,7 @@ def test_a_user_supplied_operation_runs_eagerly_here_even_if_it_is_capturable(ll
 
     with minillm.using(capturable=True, prefill_attention=mine):
         llm.generate(PROMPTS, SamplingParams(**PLAIN))
-    assert seen[0] == (3, [3, 2]) and not llm.engine.executor.runner.graphs.steps.mixed
+    assert seen[0] == (3, [3, 2]) and not llm.engine.executor.runner.graphs.captured.mixed
 
 
 def test_head_sizes_without_an_attention_kernel_get_no_such_graphs(tmp_path):
@@ -202,8 +202,8 @@ def test_head_sizes_without_an_attention_kernel_get_no_such_graphs(tmp_path):
 def test_warm_up_captures_every_shape_largest_first(small):
     small.warm_up()
     graphs = small.engine.executor.runner.graphs
-    captured = list(graphs.steps.mixed)
-    assert set(captured) == set(graphs.mixed.shapes) and list(graphs.steps.decodes)[0] == graphs.decodes.largest
+    captured = list(graphs.captured.mixed)
+    assert set(captured) == set(graphs.mixed.shapes) and list(graphs.captured.decodes)[0] == graphs.decodes.largest
     for most in zip(*captured, strict=True):
         assert max(most) == most[0], "the others must fit into the first graph's memory"
 
@@ -211,7 +211,7 @@ def test_warm_up_captures_every_shape_largest_first(small):
 def test_the_first_prompt_captures_the_largest_shape_before_its_own(small):
     small.generate(PROMPTS, SamplingParams(**PLAIN))
     graphs = small.engine.executor.runner.graphs
-    assert list(graphs.steps.mixed) == [graphs.mixed.shapes[-1], graphs.mixed.shapes[0]]
+    assert list(graphs.captured.mixed) == [graphs.mixed.shapes[-1], graphs.mixed.shapes[0]]
 
 
 def test_a_shape_runs_eagerly_if_memory_is_too_small_for_its_graph(llm, small, monkeypatch):
@@ -223,7 +223,7 @@ def test_a_shape_runs_eagerly_if_memory_is_too_small_for_its_graph(llm, small, m
 
     monkeypatch.setattr(mixed, "rehearse", full)
     found = small.generate(PROMPTS, SamplingParams(**PLAIN))
-    assert mixed.shapes == [] and not small.engine.executor.runner.graphs.steps.mixed
+    assert mixed.shapes == [] and not small.engine.executor.runner.graphs.captured.mixed
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
 
 
@@ -238,7 +238,7 @@ def test_smaller_shapes_stay_if_memory_is_too_small_for_the_largest(small, monke
 
     monkeypatch.setattr(MixedGraphs, "rehearse", full_for_the_largest)
     small.generate(PROMPTS, SamplingParams(**PLAIN))
-    assert mixed.shapes == list(small.engine.executor.runner.graphs.steps.mixed) == [first]
+    assert mixed.shapes == list(small.engine.executor.runner.graphs.captured.mixed) == [first]
 
 
 def test_warm_up_keeps_user_supplied_operations_out_of_these_graphs(small):
@@ -250,7 +250,7 @@ def test_warm_up_keeps_user_supplied_operations_out_of_these_graphs(small):
 
     with minillm.using(capturable=True, prefill_attention=mine):
         small.warm_up()
-        assert not small.engine.executor.runner.graphs.steps.mixed
+        assert not small.engine.executor.runner.graphs.captured.mixed
     assert min(seen) > 0, "padding rows must not reach a user-supplied operation"
 
 
@@ -264,7 +264,7 @@ def test_shapes_have_no_more_rows_than_a_step_can_have(directory):
 def test_closing_frees_the_graphs_at_once(small):
     small.generate(PROMPTS, SamplingParams(**PLAIN))
     graphs = small.engine.executor.runner.graphs
-    kept = [weakref.ref(graph.graph) for graph in graphs.steps]
+    kept = [weakref.ref(graph.graph) for graph in graphs.captured]
     del graphs
     gc.disable()
     try:
@@ -272,3 +272,13 @@ def test_closing_frees_the_graphs_at_once(small):
         assert len(kept) > 2 and all(each() is None for each in kept)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("prompts", [[], [3]])
+def test_no_graph_runs_several_tokens_of_a_decoding_row(llm, prompts):
+    several = step(2, prompts)
+    several.queries[:2], several.queries_per_decode = 3, 3
+    runner = llm.engine.executor.runner
+    assert runner.graphs.replay(several) is None
+    with pytest.raises(NotImplementedError, match="step 1 runs 3 tokens of each decoding row"):
+        runner.run(several)

@@ -60,3 +60,11 @@ def test_the_length_limit_within_the_accepted_tokens_ends_the_request_there():
     (ended,) = scheduler.complete(step, np.array([[60, 61, 62], [70, 71, 72]]), np.array([3, 3]))
     assert ended.request_id == "r1" and ended.finish_reason == "length" and ended.known[10:].tolist() == [70, 71]
     scheduler.check()
+
+
+def test_a_step_launched_ahead_of_drafts_is_refused_because_it_may_continue_from_rejected_ones():
+    scheduler = running(5)
+    drafts = speculating(scheduler, 3)
+    scheduler.schedule()  # starts at 8, after all three tokens
+    with pytest.raises(AssertionError, match="continues from tokens that may be rejected"):
+        scheduler.complete(drafts, np.array([[60, 61, 62]]), np.array([1]))

@@ -21,7 +21,7 @@ def test_a_measured_plan_is_used_and_changes_no_tokens(tmp_path):
     with LLM(dtype="float32", device="cuda") as llm:
         expected = [completion.token_ids for completion in llm.generate(prompts, params)]
     with LLM(plan=path) as llm:
-        graphs = llm.engine.executor.runner.graphs.steps.decodes
+        graphs = llm.engine.executor.runner.graphs.captured.decodes
         ready = set(graphs)
         assert {tuple(shape) for shape in plan.graphs} <= ready, "captured before the first request"
         found = [completion.token_ids for completion in llm.generate(prompts, params)]

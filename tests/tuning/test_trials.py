@@ -187,17 +187,17 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
     with emulated_graphs(), LLM(small, device="cpu", dtype="float32", num_blocks=24, max_num_seqs=2) as llm:
         runner = llm.engine.executor.runner
         graphs = runner.graphs.decodes
-        graphs.captured(1, 16), graphs.captured(2, 16)  # as trials of a budget do
+        graphs.graph(1, 16), graphs.graph(2, 16)  # as trials of a budget do
         steps, asked = planning.decode_steps(runner, graphs, Traffic(20, 10, 2))
         assert {shape.rows for shape in steps} == {1, 2}
         product = next(problem for problem in asked[(1, 16)] if problem.kernel == "whole_rows")
-        record = graphs.steps.record
+        record = graphs.captured.record
 
         def recorded(step, out):
             tables.append(dict(launch_configs._thread.table))
             return record(step, out)
 
-        monkeypatch.setattr(graphs.steps, "record", recorded)
+        monkeypatch.setattr(graphs.captured, "record", recorded)
         default = asked[(1, 16)][product]
         found = trials.Found(product, default, default._replace(warps=8))
         planning.kept(runner, Traffic(20, 10, 2), steps, asked, [found])

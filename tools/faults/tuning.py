@@ -36,7 +36,7 @@ FAULTS = (
     Fault(
         "a step captured before tuning is neither heard nor timed with other launches",
         PLANNING,
-        "    graphs.steps.decodes.pop(shape, None)",
+        "    graphs.captured.decodes.pop(shape, None)",
         "    pass",
         "tests/tuning/test_trials.py -k captured_before",
     ),
