@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from . import folders, renamed
 from .lazy_imports import exports
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .engine.async_llm import AsyncLLM
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from .request import Completion, RequestOptions, SamplingParams
     from .tokenizer import Tokenizer
 
-__version__ = "0.1.0"
 if not folders.LINKED:
     __path__.append(str(folders.PACKAGE.parent))  # where `kernels` is
 __all__ = [

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from minillm import __version__
 from minillm.errors import ConfigError
 from minillm.folders import DATA, PACKAGE
+from minillm.version import __version__
 
 RESULTS = DATA / "results"
 SECRET = ("--api-key",)  # options whose values no record has

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
-from minillm import __version__
 from minillm.config import EngineConfig, EngineOptions
 from minillm.errors import ConfigError
 from minillm.server.config import ServerConfig, ServerOptions, split
+from minillm.version import __version__
 
 from . import from_vllm
 from .bench import bench_app

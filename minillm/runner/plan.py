@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from minillm import __version__
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.kernels.launch_configs import Table, problem, registered
 from minillm.model.config import ModelConfig
+from minillm.version import __version__
 
 FORMAT = 2
 SHAPE = (

@@ -15,11 +15,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm import __version__, from_vllm
+from minillm import from_vllm
 from minillm.errors import InvalidRequest
 from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 from minillm.values import QUOTED, shown
+from minillm.version import __version__
 
 from . import kserve
 from .api_error import APIError

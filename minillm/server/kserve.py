@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
-from minillm import __version__
 from minillm.request import Completion, Delta
 from minillm.values import QUOTED, shown
+from minillm.version import __version__
 
 from . import tensors
 from .api_error import APIError, check_members, malformed, unknown_field

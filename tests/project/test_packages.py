@@ -170,7 +170,7 @@ def test_packages_a_gpu_machine_may_lack_are_imported_late():
 
 
 def test_the_version_is_stated_in_one_place():
-    """`minillm.__version__` is the one statement of it: packaging reads it there, everything else imports it."""
+    """`minillm/version.py` is the one statement of it: packaging reads it there, everything else imports it."""
     assert "version" not in PROJECT and "version" in PROJECT["dynamic"]
     stated = [
         str(path.relative_to(ROOT))
@@ -179,7 +179,7 @@ def test_the_version_is_stated_in_one_place():
         if path.suffix in (".py", ".md", ".toml") and "data" not in path.parts
         if minillm.__version__ in path.read_text(encoding="utf-8")
     ]
-    assert stated == ["minillm/__init__.py"]
+    assert stated == ["minillm/version.py"]
     assert minillm.__version__ not in (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.opt")[0]
     assert CliRunner().invoke(cli.app, ["--version"]).stdout.strip() == minillm.__version__
     assert records.versions()["minillm"] == minillm.__version__
