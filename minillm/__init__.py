@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from . import folders, renamed
+from . import folders
 from .lazy_imports import exports
 from .version import __version__ as __version__
 
@@ -54,6 +54,3 @@ if not TYPE_CHECKING:  # a checker would take a module with `__getattr__` to hav
         if instead := ATTRIBUTES["minillm"].get(name):
             raise ImportError(f"minillm has no {name}: {instead}")
         return _load(name)
-
-
-renamed.install()

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, cas
 
 from minillm import from_vllm
 from minillm.errors import ConfigError
-from minillm.renamed import names
 from minillm.values import as_float, as_int, shown
 
 if TYPE_CHECKING:  # the command line reads options without waiting for torch
     import torch
-
-__getattr__ = names(__name__)
 
 PolicyName = Literal["fcfs", "priority", "shortest", "static", "whole"]
 NAMES_WIDTH = 24  # of the column of names in the docstring

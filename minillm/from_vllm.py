@@ -210,22 +210,6 @@ TURN: dict[str, tuple[tuple, str]] = {
     "tool_call_id": ((), "put the tool's answer into a user message"),
     **dict.fromkeys(("reasoning", "reasoning_content"), ((), "leave it out")),
 }
-# vLLM's modules, which are imported by name.
-EVERYTHING = "everything is in minillm itself, as `from minillm import LLM, SamplingParams`"
-MODULES = {
-    **dict.fromkeys(
-        (
-            *("sampling_params", "outputs", "inputs", "entrypoints", "engine.arg_utils", "engine.llm_engine"),
-            *("engine.async_llm_engine", "v1", "logprobs", "pooling_params", "beam_search"),
-        ),
-        EVERYTHING,
-    ),
-    "lora": "merge the adapter into the weights first",
-    **dict.fromkeys(("multimodal", "assets"), "models read text only"),
-    "transformers_utils": "use llm.get_tokenizer(), or minillm.Tokenizer",
-    "utils": "copy what you need: argparse.ArgumentParser for FlexibleArgumentParser, uuid.uuid4 for random_uuid",
-    "distributed": "an engine uses one GPU: start one engine for each",
-}
 # Paths that this server lacks.
 PATHS = {
     "/v1/responses": "use /v1/chat/completions",

@@ -4,9 +4,8 @@ import copy
 import functools
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, InitVar, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,9 +144,6 @@ class SamplingParams:
 
     A request with json_schema or regex ends when its text is complete. It waits for each token before the next is
     computed, so with run_ahead it takes part in only some of the steps.
-
-    cache_salt, use_prefix_cache and priority are `RequestOptions` now; given here they still count, with a
-    DeprecationWarning, as `options`.
     """
 
     max_tokens: int | None = 16
@@ -166,13 +162,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
-    cache_salt: InitVar[str | None] = None
-    use_prefix_cache: InitVar[bool | None] = None
-    priority: InitVar[int | None] = None
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
     n: int = 1
-    options: RequestOptions | None = field(default=None, init=False, repr=False, compare=False)
     # ("json_schema" or "regex", its text), if either is given
     grammar: tuple[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -182,11 +174,7 @@ class SamplingParams:
         def __getattr__(self, name):
             raise from_vllm.missing("SamplingParams", name)
 
-    def __post_init__(self, cache_salt: str | None, use_prefix_cache: bool | None, priority: int | None) -> None:
-        given: dict[str, Any] = {"cache_salt": cache_salt, "use_prefix_cache": use_prefix_cache, "priority": priority}
-        if moved := {name: value for name, value in given.items() if value is not None}:
-            warnings.warn(f"{', '.join(moved)}: give RequestOptions instead", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "options", RequestOptions(**moved))
+    def __post_init__(self) -> None:
         self._check_numbers()
         self._check_stops()
         self._check_bias()

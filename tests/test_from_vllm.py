@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import dataclasses
-import importlib
 import inspect
 import json
 import pickle
@@ -405,14 +404,6 @@ def test_parameters_that_someone_changes_say_what_to_do_instead():
     with pytest.raises(dataclasses.FrozenInstanceError, match=re.escape("dataclasses.replace(params, max_tokens=...)")):
         params.max_tokens = 5
     assert params == SamplingParams() and pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
-
-
-def test_a_module_that_is_missing_says_what_to_do_instead():
-    for name, instead in from_vllm.MODULES.items():
-        with pytest.raises(ModuleNotFoundError, match=re.escape(f"minillm has no module minillm.{name}: {instead}")):
-            importlib.import_module(f"minillm.{name}")
-    with pytest.raises(ModuleNotFoundError, match="No module named 'minillm.other'"):
-        importlib.import_module("minillm.other")
 
 
 def test_a_chats_prompt_is_what_the_template_made(llm):

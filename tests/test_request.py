@@ -7,17 +7,6 @@ from minillm import LLM, RequestOptions, SamplingParams
 from minillm.errors import InvalidRequest
 
 
-@pytest.mark.parametrize("name, value", [("cache_salt", "a"), ("use_prefix_cache", False), ("priority", 3)])
-def test_options_that_used_to_be_sampling_parameters_still_work_with_a_warning(name, value):
-    with pytest.warns(DeprecationWarning, match=f"{name}: give RequestOptions instead"):
-        params = SamplingParams(max_tokens=2, **{name: value})
-    assert params.options == RequestOptions(**{name: value}) and params == SamplingParams(max_tokens=2)
-    with LLM(device="cpu") as llm:
-        assert llm.engine.prepare([5], params).request.options == params.options
-        assert llm.engine.prepare([5], params, RequestOptions()).request.options == RequestOptions()
-        assert llm.engine.prepare([5]).request.options == RequestOptions()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

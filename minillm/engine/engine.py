@@ -203,7 +203,7 @@ class Engine:
             limit=min(len(ids) + (params.max_tokens or self.scheduler.longest), self.scheduler.longest),
             stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
-            options=of_kind(params.options if options is None else options, RequestOptions, "options"),
+            options=of_kind(options, RequestOptions, "options"),
             matcher=None if params.grammar is None else self.grammars.matcher(*params.grammar),
         )
         self.scheduler.validate(request)

@@ -40,7 +40,6 @@ LAYERS = (
         "request",
         "grammar",
         "config",
-        "renamed",
         "lazy_imports",
         "from_vllm",
     ),

@@ -318,6 +318,6 @@ def test_the_server_keeps_working_after_a_rejected_request(http):
 
 def test_every_sampling_option_can_be_sent_except_these():
     """Others are set by response_format, by echo with logprobs, or by fields outside of SamplingParams."""
-    offline = {"json_schema", "regex", "grammar", "prompt_logprobs", "options"}
+    offline = {"json_schema", "regex", "grammar", "prompt_logprobs"}
     for request in (CompletionRequest, ChatRequest):
         assert {each.name for each in fields(SamplingParams)} - set(request.model_fields) == offline

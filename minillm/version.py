@@ -1,0 +1,3 @@
+"""The version, which packaging reads as text."""
+
+__version__ = "0.1.0"
