@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a checker would take a module with `__getattr__` to have every name
-    _load, __dir__ = exports(
+    __getattr__, __dir__ = exports(
         __name__,
         {
             "LLM": "engine.llm",
@@ -47,10 +47,3 @@ if not TYPE_CHECKING:  # a checker would take a module with `__getattr__` to hav
             "using": "overrides",
         },
     )
-
-    def __getattr__(name):
-        from .from_vllm import ATTRIBUTES  # only if it is asked for
-
-        if instead := ATTRIBUTES["minillm"].get(name):
-            raise ImportError(f"minillm has no {name}: {instead}")
-        return _load(name)

@@ -1,14 +1,15 @@
 """The engine's options, with vLLM's names where vLLM has the option.  Lesson 00."""
 
+import difflib
 import math
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from os import PathLike
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, get_args
 
-from minillm import from_vllm
 from minillm.errors import ConfigError
 from minillm.values import as_float, as_int, shown
 
@@ -234,11 +235,11 @@ class EngineConfig(Options):
     @classmethod
     def of(cls, **options: Unpack[EngineOptions]) -> "EngineConfig":
         """The options, checked. Raises ConfigError, also for a name that is no option."""
-        options = cast(EngineOptions, from_vllm.engine_options(options))
         known = [each.name for each in fields(cls)]
-        if unknown := options.keys() - known:
+        if unknown := sorted(options.keys() - known):
             raise ConfigError(
-                f"{', '.join(sorted(unknown))}: no such option; the engine's options are: {', '.join(known)}"
+                f"{', '.join(unknown)}: no such option{_nearest(unknown, known)}; the engine's options are: "
+                f"{', '.join(known)} (minillm.from_vllm translates vLLM's)"
             )
         values: dict[str, Any] = {**options}
         return cls(**values)
@@ -266,6 +267,12 @@ class DeviceConfig(EngineConfig):
             return self
         limited = self.device.startswith("cuda") and self.policy not in UNLIMITED
         return replace(self, max_prefill_tokens=STREAMED if limited else 0)
+
+
+def _nearest(names: Sequence[str], known: Sequence[str]) -> str:
+    """Return ", the nearest is " and the known names that the unknown ones resemble; "" if there is none."""
+    found = [near for name in names for near in difflib.get_close_matches(name, known, 1)]
+    return f", the nearest is {', '.join(found)}" if found else ""
 
 
 def with_field_help(docstring: str | None, config: type[Options]) -> str:

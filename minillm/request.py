@@ -1,16 +1,14 @@
 """A request's parameters and its result.  Lesson 00."""
 
 import copy
-import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from minillm import from_vllm
 from minillm.errors import InvalidRequest
 from minillm.grammar import MAX_GRAMMAR, Matcher
 from minillm.values import as_float, as_int, as_tuple, shown
@@ -40,24 +38,7 @@ MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
 _TOKEN_ID = re.compile("[0-9]{1,10}")  # JSON has no other keys than strings
 Prompt = str | Sequence[int] | np.ndarray  # text, or token ids
-
-
-class Logprob(float):
-    """A token's log-probability, in nats: a number that has it as `logprob` too, as vLLM's results do."""
-
-    __slots__ = ()
-
-    @property
-    def logprob(self) -> float:
-        return float(self)
-
-    if not TYPE_CHECKING:  # a checker would take it to have every attribute
-
-        def __getattr__(self, name):
-            raise from_vllm.missing("Logprob", name)
-
-
-TokenLogprobs = dict[int, Logprob]
+TokenLogprobs = dict[int, float]  # token id -> log-probability, in nats
 
 
 def _schema(given: object) -> str:
@@ -130,7 +111,7 @@ class SamplingParams:
     repetition_penalty  divides positive logits of tokens seen in prompt or output (Keskar et al. 2019, section 4.1)
     presence_penalty    subtracted once from tokens already generated, in [-2, 2]
     frequency_penalty   subtracted once for each time a token was generated, in [-2, 2]
-    seed                same seed, same tokens, whatever else runs in the batch; -1 is no seed, as in vLLM
+    seed                same seed, same tokens, whatever else runs in the batch
     stop                strings that end the text (they are not part of it)
     stop_token_ids      ids that end the output, in addition to the model's end tokens
     ignore_eos          do not stop at the model's end tokens
@@ -167,12 +148,6 @@ class SamplingParams:
     n: int = 1
     # ("json_schema" or "regex", its text), if either is given
     grammar: tuple[str, str] | None = field(default=None, init=False, repr=False, compare=False)
-
-    if not TYPE_CHECKING:  # a checker would take it to have every attribute
-        from_optional = from_vllm.Missing()
-
-        def __getattr__(self, name):
-            raise from_vllm.missing("SamplingParams", name)
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -294,27 +269,6 @@ class SamplingParams:
         )
 
 
-def _translated(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def __init__(self: SamplingParams, *values: Any, **named: Any) -> None:
-        if values:  # vLLM's order is another one, and most of these numbers could mean anything
-            raise InvalidRequest(
-                "SamplingParams takes arguments by name only, as SamplingParams(temperature=0.8, max_tokens=64), not "
-                f"{shown(values[0])} by position"
-            )
-        init(self, **(from_vllm.sampling(named) if named else named))
-
-    return __init__
-
-
-def _refuse_change(self: SamplingParams, name: str, value: Any = None) -> None:
-    raise FrozenInstanceError(f"{name} cannot change: make others, as dataclasses.replace(params, {name}=...)")
-
-
-setattr(SamplingParams, "__setattr__", _refuse_change)  # noqa: B010  # a frozen dataclass's does not say what to do
-setattr(SamplingParams, "__init__", _translated(SamplingParams.__init__))  # noqa: B010  # mypy: it is a dataclass's
-
-
 @dataclass
 class Completion:
     """One request's result.  Times are `time.perf_counter()` seconds."""
@@ -339,7 +293,7 @@ class Completion:
 
     @property
     def outputs(self) -> list["Completion"]:
-        """The n choices, as in vLLM's results."""
+        """The n choices of its prompt, of which it is the first."""
         return [self, *self.others]
 
     @property
@@ -348,11 +302,6 @@ class Completion:
         if self.logprobs is None:
             return None
         return sum(each[token] for token, each in zip(self.token_ids, self.logprobs, strict=True))
-
-    if not TYPE_CHECKING:  # a checker would take it to have every attribute
-
-        def __getattr__(self, name):
-            raise from_vllm.missing("Completion", name)
 
     @property
     def finished(self) -> bool:
@@ -371,11 +320,6 @@ class Delta:
     stop_reason: int | str | None = None
     completion: Completion | None = None  # with the last delta: the whole result
     text_offsets: list[int] | None = None  # with logprobs: where each token's text begins in the whole text
-
-    if not TYPE_CHECKING:  # a checker would take it to have every attribute
-
-        def __getattr__(self, name):
-            raise from_vllm.missing("Delta", name)
 
 
 @dataclass(eq=False)

@@ -73,6 +73,14 @@ def test_prompts_next_to_streams_of_a_gpu_have_a_limit_unless_one_is_given_or_th
         EngineConfig(policy="whole", max_prefill_tokens=100)
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("max_num_seq", ", the nearest is max_num_seqs"), ("xyz", ""), ("tensor_parallel_size", "")]
+)
+def test_an_option_that_there_is_not_is_named_with_the_nearest_there_is(name, nearest):
+    with pytest.raises(ConfigError, match=f"^{name}: no such option{nearest}; the engine's options are: dtype, device"):
+        EngineConfig.of(**{name: 1})
+
+
 def test_an_engine_limits_prompts_while_streams_wait(monkeypatch):
     monkeypatch.setattr(DeviceConfig, "for_streams", lambda self: replace(self, max_prefill_tokens=7))
     with LLM(num_blocks=16) as llm:
@@ -95,3 +103,8 @@ def test_the_engine_runs_on_a_torch_device():
 def test_the_docstring_explains_every_option():
     for name in EngineConfig.__dataclass_fields__:
         assert f"\n{name} " in EngineConfig.__doc__
+
+
+def test_without_a_seed_engines_differ_and_with_one_they_do_not():
+    assert EngineConfig.of(seed=None).seed != EngineConfig.of(seed=None).seed
+    assert EngineConfig.of().seed == 0

@@ -1,7 +1,11 @@
 """Request options and sampling parameters: checked on construction, and separate from each other."""
 
+import json
+import re
+
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from minillm import LLM, RequestOptions, SamplingParams
 from minillm.errors import InvalidRequest
@@ -76,3 +80,25 @@ def test_numpy_numbers_are_accepted():
 
 def test_logit_bias_accepts_string_keys_as_in_json():
     assert SamplingParams(logit_bias={"5": 1}).logit_bias == {5: 1.0}
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 129, 1.5, True, None, "2"])
+def test_n_is_a_number_of_choices(wrong):
+    with pytest.raises(InvalidRequest, match="n must be a whole number from 1 to 128"):
+        SamplingParams(n=wrong)
+
+
+def test_a_schema_that_is_no_dictionary_says_how_to_make_one():
+    class Isle(BaseModel):
+        name: str
+
+    schema = SamplingParams(json_schema=Isle.model_json_schema()).json_schema
+    assert SamplingParams(json_schema=json.loads(json.dumps(schema))).json_schema == schema
+    for wrong, hint in (
+        (json.dumps(schema), "json.loads(...)"),
+        (Isle, "Model.model_json_schema()"),
+        (Isle(name="a"), "Model.model_json_schema()"),
+        (5, "as {'type': 'object'}"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"json_schema must be .*{re.escape(hint)}.*, not "):
+            SamplingParams(json_schema=wrong)

@@ -8,10 +8,10 @@ import typer
 
 from minillm.config import EngineConfig, EngineOptions
 from minillm.errors import ConfigError
+from minillm.from_vllm.command_line import Group, Serve
 from minillm.server.config import ServerConfig, ServerOptions, split
 from minillm.version import __version__
 
-from . import from_vllm
 from .bench import bench_app
 from .course import course_app
 from .models import download, hint_at_trained, models
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="minillm",
-    cls=from_vllm.Group,
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -117,7 +117,7 @@ def _print_stream(llm: "LLM", prompts: "list[Prompt]", params: "SamplingParams")
     asyncio.run(work())
 
 
-@app.command(cls=from_vllm.Serve)
+@app.command(cls=Serve)
 @with_options(ServerConfig, EngineConfig)
 def serve(
     model: Annotated[

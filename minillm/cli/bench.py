@@ -8,8 +8,8 @@ import typer
 
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError
+from minillm.from_vllm.command_line import BenchServe, Group
 
-from .from_vllm import BenchServe, Group
 from .options import JsonPath, Model, friendly_errors, with_engine_options
 
 # The defaults of options that can be repeated.

@@ -16,6 +16,7 @@ import typer
 
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError
+from minillm.from_vllm.options import engine_options
 
 Model = Annotated[
     str | None,
@@ -96,7 +97,7 @@ def with_options(*configs: type) -> Callable[[Callable[..., None]], Callable[...
             if values["quantization"] == "auto":  # the log says what was chosen, and why
                 show_logs(reports_to=sys.stderr)
             with friendly_errors():
-                command(**{name: value for name, value in values.items() if name not in unset})
+                command(**engine_options({name: value for name, value in values.items() if name not in unset}))
 
         vars(run)["__signature__"] = own.replace(parameters=parameters)  # what typer makes the options from
         run.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -8,15 +8,14 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 
-from minillm import from_vllm
 from minillm.config import DeviceConfig, EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.request import Completion, Delta, Prompt, RequestOptions, SamplingParams
@@ -104,14 +103,11 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
-        **vllm: Any,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Yield new text and token ids as they are generated; the last delta has the finish reason and the completion.
 
-        Leaving the iteration early aborts the request. vllm: vLLM's names of arguments (see `from_vllm`). Raises
-        InvalidRequest before the first delta.
+        Leaving the iteration early aborts the request. Raises InvalidRequest before the first delta.
         """
-        params, _ = from_vllm.asked(params, False, vllm)
         queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         mailbox = _LoopMailbox(asyncio.get_running_loop())
         prepared = self.prepare(prompt, params, mailbox, queue, request_id=request_id, options=options)
@@ -129,20 +125,16 @@ class AsyncLLM:
             if not finished:
                 self.abort(prepared)
 
-    def generate(
+    async def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
         options: RequestOptions | None = None,
-        **vllm: Any,
-    ) -> Coroutine[Any, Any, Completion]:
-        """The whole completion, to be awaited; arguments as those of `stream`."""
-        return _Whole(self._whole(self.stream(prompt, params, request_id, options, **vllm)))
-
-    async def _whole(self, stream: AsyncIterator[Delta]) -> Completion:
+    ) -> Completion:
+        """Return the whole completion; arguments as those of `stream`."""
         completion: Completion | None = None
-        async for delta in stream:
+        async for delta in self.stream(prompt, params, request_id, options):
             completion = delta.completion
         assert completion is not None, "the last delta of a stream has the completion"
         return completion
@@ -171,7 +163,6 @@ class AsyncLLM:
 
         if isinstance(params, SamplingParams) and params.n > 1:
             raise InvalidRequest(f"n is {params.n}, but a stream has one choice: submit the prompt {params.n} times")
-        prompt = from_vllm.prompt(prompt) if isinstance(prompt, Mapping) else prompt
         tracked = self.engine.prepare(
             prompt,
             params,
@@ -191,17 +182,15 @@ class AsyncLLM:
         """Queue prepared requests; from any thread. The error of one that cannot be queued goes to its mailbox."""
         self._tell(lambda: self._submit(requests))
 
-    def abort(self, request: str | Prepared) -> Awaitable[None]:
+    def abort(self, request: str | Prepared) -> None:
         """End a request, given by its id or as prepared; its stream ends with finish_reason "abort". From any thread.
 
-        A prepared request that was refused because its id is in use leaves the other request with that id alone. The
-        result need not be awaited: it is there because vLLM's is.
+        A prepared request that was refused because its id is in use leaves the other request with that id alone.
         """
         if not isinstance(request, (str, Prepared)):
             raise InvalidRequest(f"abort takes one request's id, not {shown(request)}: call it for each")
         one = request if isinstance(request, str) else request.tracked
         self._end(lambda: self.engine.abort(one))
-        return _Done()
 
     def stop(self, request: str | Prepared, string: str) -> None:
         """End a request in whose text the caller found a stop string. From any thread."""
@@ -252,12 +241,6 @@ class AsyncLLM:
                 self._snapshots.append(snapshot)
             self._commands.append(command)
             self._wake.notify()
-
-    if not TYPE_CHECKING:  # a checker would take it to have every attribute
-        from_engine_args = from_vllm.Missing()
-
-        def __getattr__(self, name):
-            raise from_vllm.missing("AsyncLLM", name)
 
     # ---- in the engine's thread
 
@@ -373,39 +356,6 @@ class AsyncLLM:
             outbox, self._outbox = self._outbox, {}
         for mailbox, items in outbox.items():
             mailbox.deliver(items)
-
-
-class _Whole(Coroutine[Any, Any, Completion]):
-    """A coroutine that says what to do instead of iterating over it, as over vLLM's `AsyncLLM.generate`."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Completion]):
-        self._coroutine = coroutine
-
-    def send(self, value: Any) -> Any:
-        return self._coroutine.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._coroutine.throw(*error)
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, Completion]:
-        return self._coroutine.__await__()
-
-    def __aiter__(self) -> NoReturn:
-        self.close()
-        raise InvalidRequest(
-            "generate gives the whole completion, as `await engine.generate(...)`; for its text as it comes, write "
-            "`async for delta in engine.stream(prompt, params)`"
-        )
-
-
-class _Done:
-    """What a caller may await, or not."""
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        yield from ()
 
 
 class _LoopMailbox:

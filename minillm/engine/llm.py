@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from minillm import from_vllm
 from minillm.config import EngineOptions
 from minillm.errors import EngineClosed, InvalidRequest, naming
 from minillm.request import Completion, Prompt, RequestOptions, SamplingParams
@@ -40,21 +39,19 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] | None = None,
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         progress: bool = False,
-        **vllm: Any,
     ) -> list[Completion]:
         """Complete each prompt; returns one `Completion` for each, in order.
 
         prompts: a string, a list of token ids, or a list of those. params, options: one for all prompts, or a list
         with one for each. With n > 1 in its params, a prompt's `Completion` is the first choice, and its `outputs` are
-        all of them. vllm: vLLM's names of arguments (see `from_vllm`). Raises InvalidRequest before anything runs if
-        any prompt cannot be served; EngineClosed. No prompts, no completions.
+        all of them. Raises InvalidRequest before anything runs if any prompt cannot be served; EngineClosed. No
+        prompts, no completions.
         """
-        params, progress = from_vllm.asked(params, progress, vllm)
         engine, each_prompt = self.engine, as_prompts(prompts)
         if not each_prompt:
             return []
@@ -101,14 +98,12 @@ class LLM:
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         progress: bool = False,
-        **vllm: Any,
     ) -> list[Completion]:
         """Answer one conversation, a list of {"role", "content"} messages, or a list of conversations.
 
         Returns one `Completion` for each. Raises InvalidRequest, EngineClosed, and TokenizerError where the model has
         no chat template or the template rejects the messages.
         """
-        params, progress = from_vllm.asked(params, progress, vllm)
         conversations = as_tuple(messages)
         if not conversations:
             raise InvalidRequest(f"messages must be a list of {MESSAGE}, not {shown(messages)}")
@@ -123,10 +118,6 @@ class LLM:
             for each in first.outputs:
                 each.prompt = text
         return done
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, as vLLM's method of this name returns it."""
-        return self.tokenizer
 
     def stats(self) -> dict[str, int]:
         """Counts of requests, cache blocks and steps so far: see `Engine.stats`."""
@@ -149,13 +140,7 @@ class LLM:
             raise EngineClosed("this LLM is closed; make a new one")
         return self._engine
 
-    if not TYPE_CHECKING:  # a checker would take it to have every attribute
-        from_engine_args = from_vllm.Missing()
-
-        def __getattr__(self, name):
-            raise from_vllm.missing("LLM", name)
-
-    def __enter__(self) -> "LLM":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -169,8 +154,6 @@ def _one_each(given: Asked | Sequence[Asked] | None, kind: type[Asked], count: i
     """One for each of `count` prompts. Raises InvalidRequest."""
     if given is None or isinstance(given, kind):
         return [given] * count
-    if isinstance(given, bool):  # vLLM's third argument
-        raise InvalidRequest(f"the third argument is options: give the progress bar by name, as use_tqdm={given}")
     each = as_tuple(given)
     if each is None:
         raise InvalidRequest(f"{kind.__name__}(...) or a list of them was expected, not {shown(given)}")
@@ -179,12 +162,10 @@ def _one_each(given: Asked | Sequence[Asked] | None, kind: type[Asked], count: i
     return each
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several -> a list of prompts. Raises InvalidRequest for what is neither text nor a list."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping):
-        return [from_vllm.prompt(prompts)]
     if hasattr(prompts, "columns"):  # iterating over a table gives the names of its columns
         raise InvalidRequest(f"prompts must be one column of a table, as table['prompt'], not {type(prompts).__name__}")
     several = None if prompts is None or isinstance(prompts, Set) else as_tuple(prompts)  # a set has no order
@@ -192,12 +173,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt] | None) -> list[Prompt]:
         raise InvalidRequest(f"prompts must be a string, a list of token ids, or a list of those, not {shown(prompts)}")
     if several and (isinstance(several[0], int) or as_int(several[0]) is not None):
         return [several]
-    found = list(several)
-    for i, each in enumerate(found):
-        if isinstance(each, Mapping):
-            with naming("prompt", i, len(found)):
-                found[i] = from_vllm.prompt(each)
-    return found
+    return list(several)
 
 
 def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -228,7 +204,7 @@ def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
             part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts
         ]
         if None not in texts:
-            message["content"] = "\n".join(map(str, texts))  # as vLLM joins them
+            message["content"] = "\n".join(map(str, texts))
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             ways = "a string" if name == "role" else 'a string or a list of {"type": "text", "text": ...}'

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minillm.model import Model
-from minillm.request import Logprob, TokenLogprobs
+from minillm.request import TokenLogprobs
 from minillm.scheduler.step import Step
 
 from .state import RowState
@@ -98,4 +98,4 @@ def of_prompt(model: Model, state: RowState, step: Step, place: int, hidden: Ten
 
 
 def as_dicts(ids: Tensor, values: Tensor) -> list[TokenLogprobs]:
-    return [dict(zip(i, map(Logprob, v), strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [dict(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]

@@ -15,8 +15,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from minillm import from_vllm
 from minillm.errors import InvalidRequest
+from minillm.from_vllm.http import PATHS
 from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 from minillm.values import QUOTED, shown
@@ -446,7 +446,7 @@ def _report_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path[:QUOTED]}: {error.detail}"
-        if instead := from_vllm.PATHS.get(request.url.path):
+        if instead := PATHS.get(request.url.path):
             message += f"; {instead}"
         headers = dict(error.headers or {})
         if error.status_code == 405:

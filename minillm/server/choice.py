@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from minillm.engine.output_text import OutputText
-from minillm.request import Completion, Delta, Logprob, SamplingParams, TokenLogprobs
+from minillm.request import Completion, Delta, SamplingParams, TokenLogprobs
 from minillm.tokenizer import Tokenizer
 
 
@@ -84,4 +84,4 @@ class Choice:
 
 def _with_ids(entry: dict[str, float] | None) -> TokenLogprobs | None:
     """Log-probabilities from JSON, with the string keys converted to token ids."""
-    return None if entry is None else {int(token): Logprob(logprob) for token, logprob in entry.items()}
+    return None if entry is None else {int(token): logprob for token, logprob in entry.items()}

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from minillm import from_vllm
+from minillm.from_vllm.http import refused_member
 from minillm.values import shown
 
 from .api_error import APIError, check_members
@@ -54,7 +54,7 @@ def checked_messages(content: dict) -> dict:
         if not isinstance(message, dict):
             continue
         check_members(f"messages.{i}", message, Message)
-        if refused := from_vllm.turn(message):
+        if refused := refused_member(message):
             raise APIError(f"messages.{i}.{refused}", param="messages")
         role, parts = message.get("role"), message.get("content")
         if isinstance(role, str) and len(role) > MAX_ROLE:  # chat templates quote an unknown role in their error

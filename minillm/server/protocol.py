@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, field_validator, model_validator
 
-from minillm import from_vllm
 from minillm.errors import InvalidRequest, MissingPackage
+from minillm.from_vllm.http import FIELDS, RENDERING
+from minillm.from_vllm.options import sampling_options
 from minillm.request import MAX_N, RequestOptions, SamplingParams
 from minillm.tokenizer import TokenizerError
 from minillm.values import shown
@@ -46,9 +47,9 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 # Fields of OpenAI's and vLLM's APIs that this server lacks: the values that ask for nothing, which some clients always
 # send, and what to do instead of any other.
-UNSUPPORTED: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {"add_special_tokens": ((True,), "send token ids")}
+UNSUPPORTED: dict[str, tuple[tuple, str]] = FIELDS | {"add_special_tokens": ((True,), "send token ids")}
 TOOLS = "put the tools into a message, and use response_format for the answer"
-UNSUPPORTED_IN_CHATS: dict[str, tuple[tuple, str]] = from_vllm.FIELDS | {
+UNSUPPORTED_IN_CHATS: dict[str, tuple[tuple, str]] = FIELDS | {
     "tools": (([],), TOOLS),
     "tool_choice": (("none", "auto"), TOOLS),
     "parallel_tool_calls": ((True, False), ""),
@@ -150,7 +151,7 @@ class TokenizeRequest(Body):
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None  # default: True for a prompt
     return_token_strs: bool = False
-    unsupported = {name: from_vllm.FIELDS[name] for name in from_vllm.RENDERING}
+    unsupported = {name: FIELDS[name] for name in RENDERING}
 
     @model_validator(mode="before")
     @classmethod
@@ -230,7 +231,7 @@ class GenerationRequest(Body):
                 message = f"logit_bias must map token ids to numbers, but {key[:40]!a} is not a token id"
                 raise APIError(message, param="logit_bias")
         try:
-            return SamplingParams(**given)
+            return SamplingParams(**sampling_options(given))
         except InvalidRequest as error:
             raise as_api_error(InvalidRequest(self._in_its_words(str(error)))) from None
 

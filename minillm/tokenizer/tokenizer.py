@@ -7,9 +7,8 @@ Llama and similar models use. `truncation` and `padding` are ignored: the engine
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from minillm import from_vllm
 from minillm.values import read_json
 
 from .added_tokens import AddedToken, AddedTokens
@@ -151,14 +150,6 @@ class Tokenizer:
         if not self._has_developers and isinstance(messages, (list, tuple)):
             messages = [_as_system(message) for message in messages]
         return self._chat.render(messages, add_generation_prompt)
-
-    if not TYPE_CHECKING:  # a checker would take it to have every attribute
-
-        def __getattr__(self, name):
-            raise from_vllm.missing("Tokenizer", name)
-
-        def __call__(self, *texts, **options):
-            raise TokenizerError("a tokenizer is no function here: use encode(text), which returns the list of ids")
 
     def token(self, id: int) -> str:
         """The token with this id, as written in the vocabulary. Raises TokenizerError for an unknown id."""

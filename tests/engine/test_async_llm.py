@@ -7,7 +7,7 @@ import pytest
 
 from minillm import AsyncLLM, SamplingParams
 from minillm.engine import Engine
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, InvalidRequest
 from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -139,3 +139,12 @@ def test_a_request_that_comes_while_the_engine_thread_fails_ends_with_the_cause(
             await answer
 
     asyncio.run(work())
+
+
+def test_a_stream_has_one_choice():
+    engine = AsyncLLM(device="cpu")
+    try:
+        with pytest.raises(InvalidRequest, match="n is 2, but a stream has one choice"):
+            engine.prepare("a", SamplingParams(n=2), None, 0)
+    finally:
+        engine.close()

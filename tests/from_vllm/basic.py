@@ -1,6 +1,6 @@
 """Several prompts, with the arguments that most scripts pass."""
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 prompts = ["The island of", "The river", "Once upon a time there was a"]
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12, skip_special_tokens=True)

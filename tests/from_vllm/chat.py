@@ -1,6 +1,6 @@
 """A conversation, and a list of them."""
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma")
 conversation = [{"role": "user", "content": "On which island does Fenwick lie?"}]

@@ -1,6 +1,6 @@
 """sampling_params and use_tqdm by name."""
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma", dtype="float32", gpu_memory_utilization=0.5, enable_chunked_prefill=True)
 params = SamplingParams(temperature=0.0, max_tokens=8)

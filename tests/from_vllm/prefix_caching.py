@@ -1,6 +1,6 @@
 """Prompts that begin alike share blocks, and give the same text."""
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 shared = "Once upon a time there was a lighthouse keeper on the island, and every evening the keeper went down to "
 prompts = [shared + end for end in ("the river.", "the harbor.", "the wood.")]

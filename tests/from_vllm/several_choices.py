@@ -1,6 +1,6 @@
 """n choices of each prompt."""
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma")
 params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=10)

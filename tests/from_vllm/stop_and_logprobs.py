@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma")
 plain = llm.generate("The river", SamplingParams(temperature=0, max_tokens=np.int64(16)))[0].outputs[0]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from minillm import AsyncLLM, SamplingParams
+from minillm.from_vllm import AsyncLLM, SamplingParams
 
 
 async def main():

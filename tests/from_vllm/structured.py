@@ -2,7 +2,7 @@
 
 import json
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma")
 schema = {

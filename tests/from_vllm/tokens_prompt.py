@@ -1,6 +1,6 @@
 """Prompts in dictionaries, as text or token ids."""
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma")
 ids = llm.get_tokenizer().encode("The river")

@@ -1,6 +1,6 @@
 """max_tokens=None fills the context."""
 
-from minillm import LLM, SamplingParams
+from minillm.from_vllm import LLM, SamplingParams
 
 llm = LLM("data/tiny-gemma", max_model_len=64)
 whole = llm.generate("Once upon a time", SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))[0]

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from minillm import SamplingParams, Tokenizer, cli
 from minillm.bench.ablation import torch_attention
-from minillm.cli import from_vllm, options
+from minillm.cli import options
 from minillm.config import EngineConfig
 from minillm.engine.llm import chat_prompt
 from minillm.errors import ConfigError
+from minillm.from_vllm import command_line
 from minillm.model.loader import EMBEDDED
 
 
@@ -301,12 +302,12 @@ def test_generate_prints_the_completion_streamed_or_not(chat):
     assert streamed.stdout == whole.stdout
 
 
-def translate(text: str, command: type = from_vllm.Serve) -> str:
+def translate(text: str, command: type = command_line.Serve) -> str:
     known = {
         f"--{name}"
         for name in ("max-model-len", "workers", "policy", "quantization", "url", "requests", "rate", "api-key")
     }
-    return " ".join(from_vllm.translated(text.split(), known | {"-m"}, command.missing, command.names))
+    return " ".join(command_line.translated(text.split(), known | {"-m"}, command.missing, command.names))
 
 
 @pytest.mark.parametrize(
@@ -346,10 +347,19 @@ def test_other_options_of_vllms_server_say_what_to_do_instead(given, reason):
         translate(given)
 
 
+def test_options_that_both_have_take_vllms_values(monkeypatch):
+    seen = []
+    monkeypatch.setattr("minillm.server.serve", lambda model, **given: seen.append(given))
+    assert run("serve", "--dtype", "half", "--load-format", "safetensors", "--max-model-len", "auto").exit_code == 0
+    assert seen[0]["dtype"] == "float16" and seen[0].get("max_model_len") is None
+    result = run("serve", "--quantization", "awq")
+    assert result.exit_code == 2 and "quantization='awq': leave it out for a checkpoint that is" in result.stderr
+
+
 def test_what_serve_says_is_for_the_command_line():
     offered = run("serve", "--help").stdout
-    for name, (_, instead) in from_vllm.SERVE.items():
-        if name not in from_vllm.SERVE_NAMES:
+    for name, (_, instead) in command_line.SERVE.items():
+        if name not in command_line.SERVE_NAMES:
             assert not re.search(r"\w=|LLM|SamplingParams|[a-z]+_[a-z]+ *\(|close", instead), (name, instead)
             for option in re.findall("--[a-z-]+", instead):
                 assert option in offered
@@ -368,16 +378,16 @@ def test_bench_serve_asks_for_the_served_name(monkeypatch, words):
 
 def test_bench_serve_takes_vllms_names():
     given = "--base-url U --num-prompts 8 --request-rate 2 --backend vllm --ignore-eos --dataset-name random"
-    assert translate(given, from_vllm.BenchServe) == "--url U --requests 8 --rate 2"
+    assert translate(given, command_line.BenchServe) == "--url U --requests 8 --rate 2"
     for command, option, reason in (("bench serve", "--goodput", "use --slo"), ("serve", "--ssl-keyfile", "end TLS")):
         result = run(*command.split(), option, "x", "--help")
         assert result.exit_code == 2 and reason in result.stderr, "refused before anything else is read"
     with pytest.raises(typer.BadParameter, match="no such option; use --json FILE"):
-        translate("--save-result --num-prompts 8", from_vllm.BenchServe)
+        translate("--save-result --num-prompts 8", command_line.BenchServe)
 
 
 def test_commands_of_vllm_say_what_to_do_instead():
-    for name, instead in from_vllm.COMMANDS.items():
+    for name, instead in command_line.COMMANDS.items():
         measures = name in ("throughput", "latency", "startup", "sweep")
         result = run(*(["bench"] if measures else []), name, "--model", "x")
         assert result.exit_code == 2 and f"no such command; {instead}" in " ".join(result.stderr.split())

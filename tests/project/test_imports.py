@@ -21,6 +21,7 @@ LAYERS = (
         "report",
         "tuning",
         "server",
+        "from_vllm",
         "bench",
         "evaluate",
         "calibration",
@@ -41,7 +42,6 @@ LAYERS = (
         "grammar",
         "config",
         "lazy_imports",
-        "from_vllm",
     ),
     *("values", "errors", "version", "cores", "folders", "kernels"),
 )
@@ -92,6 +92,11 @@ def test_modules_import_only_lower_layers():
             if LAYERS.index(layer(target)) < LAYERS.index(layer(name)):
                 upwards.append(f"{name} imports {target}")
     assert not upwards, upwards
+
+
+def test_only_the_server_and_the_command_line_know_vllms_words():
+    rooms = {layer(name) for name, tree in modules() if "from_vllm" in map(layer, imported(name, tree))}
+    assert rooms == {"cli", "from_vllm", "server"}
 
 
 def test_every_folder_and_file_of_the_package_is_listed():

@@ -5,8 +5,9 @@ import json
 import httpx
 import pytest
 
-from minillm import __version__, from_vllm
-from minillm.server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHATS
+from minillm.from_vllm.http import PATHS, TURN
+from minillm.server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHATS, CompletionRequest
+from minillm.version import __version__
 from tests.waiting import TIMEOUT
 
 BODIES = {
@@ -61,13 +62,18 @@ def test_the_last_piece_says_what_stopped_it(http, path, stream):
     assert whole["finish_reason"] == "length" and whole["stop_reason"] is None
 
 
+def test_minus_one_is_no_seed():
+    seeds = [CompletionRequest(prompt="a", seed=seed).params().seed for seed in (-1, -2, 0, None)]
+    assert seeds == [None, -2, 0, None]
+
+
 def test_the_small_paths(http):
     assert http.get("/ping").json() == http.post("/ping").json() == {"status": "ok"}
     assert http.get("/version").json() == {"version": __version__}
 
 
 def test_a_path_that_is_missing_says_what_to_do_instead(http):
-    for path, instead in from_vllm.PATHS.items():
+    for path, instead in PATHS.items():
         answer = http.post(path, json={})
         assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(f"; {instead}")
     assert http.get("/other").json()["error"]["message"] == "GET /other: Not Found"
@@ -94,7 +100,7 @@ def test_turns_with_tools_are_refused_with_what_to_do_instead(http):
         def ask(turn, path=path, limits=limits):
             return http.post(path, json={"messages": [user, turn, user]} | limits)
 
-        for name, (nothing, instead) in from_vllm.TURN.items():
+        for name, (nothing, instead) in TURN.items():
             for value in (None, *nothing):
                 assert ask({"role": "assistant", "content": "b", name: value}).status_code == 200
             for value in ([CALL], CALL, "x"):

@@ -90,32 +90,11 @@ FAULTS = (
         "tests/project/test_cli.py -k one_beginning_of_text",
     ),
     Fault(
-        "an option of vLLM's that is missing here is taken and forgotten",
-        "minillm/from_vllm.py",
-        '            raise error(f"{name}=',
-        '            error(f"{name}=',
-        "tests/test_from_vllm.py -k instead",
-    ),
-    Fault(
         "the second choice of a prompt has the first one's number",
         "minillm/engine/llm.py",
         "prompt if isinstance(prompt, str) else None, index",
         "prompt if isinstance(prompt, str) else None, 0",
-        "tests/test_from_vllm.py -k dictionaries",
-    ),
-    Fault(
-        "an option of vLLM's server that asks for something is dropped",
-        "minillm/cli/from_vllm.py",
-        "raise typer.BadParameter(reason",
-        "typer.BadParameter(reason",
-        "tests/project/test_cli.py -k other_options",
-    ),
-    Fault(
-        "the value of an option that is left out is taken for the model",
-        "minillm/cli/from_vllm.py",
-        'value if equals else next(left, "")',
-        "value",
-        "tests/project/test_cli.py -k ask_for_nothing",
+        "tests/engine/test_llm.py -k dictionaries",
     ),
     Fault(
         "kernels are not found where git makes no symbolic links",

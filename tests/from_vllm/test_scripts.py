@@ -3,28 +3,27 @@
 import asyncio
 import copy
 import dataclasses
-import inspect
 import json
 import pickle
 import re
 import runpy
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel
 
-from minillm import LLM, SamplingParams, from_vllm
-from minillm.cli import from_vllm as commands
 from minillm.config import EngineConfig
-from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import ConfigError, InvalidRequest
-from minillm.request import Delta, Logprob
-from minillm.tokenizer.patterns import TokenizerError
+from minillm.from_vllm import LLM, AsyncLLM, Completion, SamplingParams, command_line, http, options
+from minillm.from_vllm.attributes import ATTRIBUTES
+from minillm.from_vllm.scripts import Delta, Logprob
+from minillm.tokenizer import TokenizerError
+from tests.waiting import async_wait_until
 
-ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted((Path(__file__).parent / "from_vllm").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_"))
 PAGE = (ROOT / "docs" / "from_vllm.md").read_text(encoding="utf-8")
 
 
@@ -40,8 +39,9 @@ def test_a_script_in_vllms_way_runs(script, monkeypatch):
             llm.close()
 
 
-def test_there_are_ten_of_them():
-    assert len(SCRIPTS) == 10
+def test_there_are_ten_of_them_which_import_from_one_place():
+    imported = re.compile(r"^from (minillm\S*) import", re.MULTILINE)
+    assert [imported.findall(script.read_text()) for script in SCRIPTS] == [["minillm.from_vllm"]] * 10
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +84,15 @@ def test_a_sampling_parameter_that_is_missing_says_what_to_do_instead(option, hi
         SamplingParams(**option)
 
 
+def engine_config(**given) -> EngineConfig:
+    return EngineConfig.of(**options.engine_options(given))
+
+
 def test_what_asks_for_nothing_is_accepted():
-    for table, make in ((from_vllm.ENGINE, EngineConfig.of), (from_vllm.SAMPLING, SamplingParams)):
+    for table, make in ((options.ENGINE, engine_config), (options.SAMPLING, SamplingParams)):
         for name, (nothing, _) in table.items():
             for value in nothing:
-                assert make(**{name: "anything" if value is from_vllm.ANY else value}) == make(), (name, value)
+                assert make(**{name: "anything" if value is options.ANY else value}) == make(), (name, value)
 
 
 def test_what_neither_has_is_still_an_error(llm):
@@ -117,23 +121,9 @@ def test_other_dictionaries_are_no_prompts(llm, prompt):
             llm.generate(given)
 
 
-def test_parameters_keep_their_signature_and_can_be_copied():
-    assert "temperature" in inspect.signature(SamplingParams).parameters
-    assert dataclasses.replace(SamplingParams(n=2), top_p=0.5).n == 2
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 129, 1.5, True, None, "2"])
-def test_n_is_a_number_of_choices(wrong):
-    with pytest.raises(InvalidRequest, match="n must be a whole number from 1 to 128"):
-        SamplingParams(n=wrong)
-
-
-def test_choices_are_those_of_as_many_requests(llm):
-    params = SamplingParams(n=np.int64(3), seed=11, max_tokens=6)
-    found = llm.generate("The river", params)[0].outputs
-    alone = [llm.generate("The river", SamplingParams(seed=seed, max_tokens=6))[0] for seed in (11, 12, 13)]
-    assert [each.token_ids for each in found] == [each.token_ids for each in alone]
-    assert [each.seed for each in params.choices(3)] == [11, 12, 13] and {each.n for each in params.choices(3)} == {1}
+def test_parameters_can_be_copied():
+    copied = dataclasses.replace(SamplingParams(n=2), top_p=0.5)
+    assert (type(copied), copied.n, copied.top_p) == (SamplingParams, 2, 0.5)
 
 
 def test_minus_one_is_no_seed(llm):
@@ -142,15 +132,6 @@ def test_minus_one_is_no_seed(llm):
         assert params == SamplingParams(n=2) and [each.seed for each in params.choices(2)] == [None, None]
     assert len({llm.engine.prepare([5], SamplingParams(seed=-1)).request.seed for _ in range(8)}) == 8
     assert [each.seed for each in SamplingParams(seed=-2, n=3).choices(3)] == [-2, -1, 0]
-
-
-def test_a_stream_has_one_choice():
-    engine = AsyncLLM(device="cpu")
-    try:
-        with pytest.raises(InvalidRequest, match="n is 2, but a stream has one choice"):
-            engine.prepare("a", SamplingParams(n=2), None, 0)
-    finally:
-        engine.close()
 
 
 def test_a_stream_takes_vllms_names(llm):
@@ -164,8 +145,10 @@ def test_a_stream_takes_vllms_names(llm):
             with pytest.raises(InvalidRequest, match=r"async for delta in engine\.stream\(prompt, params\)"):
                 async for _ in engine.generate("The river", sampling_params=params):
                     raise AssertionError("nothing to iterate over")
-            texts = [delta.text async for delta in engine.stream("The river", sampling_params=params)]
-            return ["".join(texts), (await engine.generate("The river", sampling_params=params)).text]
+            deltas = [delta async for delta in engine.stream(prompt="The river", sampling_params=params)]
+            assert {type(each) for each in deltas} == {Delta} and type(deltas[-1].completion) is Completion
+            whole = await engine.generate({"prompt": "The river"}, sampling_params=params)
+            return ["".join(each.text for each in deltas), whole.text]
         finally:
             engine.close()
 
@@ -190,11 +173,6 @@ def test_an_abort_may_be_awaited(llm):
     assert [asyncio.run(aborted(wait)) for wait in (False, True)] == ["abort", "abort"]
 
 
-def test_without_a_seed_engines_differ_and_with_one_they_do_not():
-    assert EngineConfig.of(seed=None).seed != EngineConfig.of(seed=None).seed
-    assert EngineConfig.of().seed == 0
-
-
 def test_a_missing_attribute_or_name_says_what_to_do_instead(llm):
     done = llm.generate("The river", SamplingParams(max_tokens=2))[0]
     opened = AsyncLLM(engine=llm)
@@ -202,30 +180,28 @@ def test_a_missing_attribute_or_name_says_what_to_do_instead(llm):
     owners = {"LLM": llm, "AsyncLLM": opened, "Completion": done, "SamplingParams": SamplingParams()}
     owners |= {"Tokenizer": llm.get_tokenizer(), "Logprob": Logprob(-0.5), "Delta": Delta("a", [5])}
     for owner, found in owners.items():
-        for name, instead in from_vllm.ATTRIBUTES[owner].items():
+        for name, instead in ATTRIBUTES[owner].items():
             with pytest.raises(AttributeError, match=re.escape(f"{owner} has no attribute {name!r}: {instead}")):
                 getattr(found, name)
-        with pytest.raises(AttributeError, match=f"{owner} has no attribute 'other'$"):
-            _ = found.other
     for kind, name in ((LLM, "from_engine_args"), (AsyncLLM, "from_engine_args"), (SamplingParams, "from_optional")):
         with pytest.raises(
             AttributeError, match=f"{kind.__name__} has no attribute '{name}': (give|leave out) the options"
         ):
             getattr(kind, name)
-    for name, instead in from_vllm.ATTRIBUTES["minillm"].items():
-        with pytest.raises(ImportError, match=re.escape(f"minillm has no {name}: {instead}")):
-            exec(f"from minillm import {name}")
+    for name, instead in ATTRIBUTES["minillm.from_vllm"].items():
+        with pytest.raises(ImportError, match=re.escape(f"minillm.from_vllm has no {name}: {instead}")):
+            exec(f"from minillm.from_vllm import {name}")
     assert pickle.loads(pickle.dumps(copy.deepcopy(done))) == done
 
 
 def test_options_that_both_have_take_vllms_values():
-    for name, values in from_vllm.VALUES.items():
+    for name, values in options.VALUES.items():
         for value, ours in values.items():
-            assert EngineConfig.of(**{name: value}) == EngineConfig.of(**{name: ours}), (name, value)
-    for name in from_vllm.NONE_IS_DEFAULT:
-        assert EngineConfig.of(**{name: None}) == EngineConfig.of()
-    assert EngineConfig.of(tensor_parallel_size=np.int64(1)) == EngineConfig.of()
-    for name, others in from_vllm.OTHER_VALUES.items():
+            assert engine_config(**{name: value}) == EngineConfig.of(**{name: ours}), (name, value)
+    for name in options.NONE_IS_DEFAULT:
+        assert engine_config(**{name: None}) == EngineConfig.of()
+    assert engine_config(tensor_parallel_size=np.int64(1)) == EngineConfig.of()
+    for name, others in options.OTHER_VALUES.items():
         for value, instead in others.items():
             with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}: {instead}")):
                 LLM(**{name: value})
@@ -233,52 +209,12 @@ def test_options_that_both_have_take_vllms_values():
                 EngineConfig.of(**{"quantization" if "quantization '" in instead else name: ours})
 
 
-def test_choices_can_be_written_as_dictionaries(llm):
-    (done,) = llm.generate("The river", SamplingParams(n=3, seed=1, max_tokens=2))
-    assert [each.index for each in done.outputs] == [0, 1, 2]
-    written = dataclasses.asdict(done)
-    assert [each["token_ids"] for each in written["others"]] == [each.token_ids for each in done.outputs[1:]]
-    assert dataclasses.asdict(done.outputs[2])["others"] == [] and done.outputs[2].outputs == [done.outputs[2]]
-
-
-def test_no_prompts_have_no_completions(llm):
-    assert llm.generate([]) == []
-
-
-def test_another_librarys_tokenizer_is_refused_when_the_engine_is_made():
-    class Other:
-        vocab_size = 4096
-        encode = decode = None
-
-    with pytest.raises(ConfigError, match=r"has no new_decoder, visible_tokens: give the directory with its tokenizer"):
-        LLM(tokenizer=Other())
-
-
-def test_advice_for_sampling_that_no_request_gets_is_logged(tmp_path, caplog):
-    for file in (ROOT / "data" / "tiny-gemma").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = tmp_path / "generation_config.json"
-    told = json.loads(config.read_text()) | {"temperature": 0.6, "top_k": 50, "top_p": 1.0, "min_p": None}
-    config.unlink()
-    config.write_text(json.dumps(told))
-    LLM(device="cpu").close()
-    assert "advises" not in caplog.text
-    LLM(tmp_path, device="cpu").close()
-    assert "generation_config.json advises temperature=0.6, which no request gets unless it asks for it" in caplog.text
-
-
-def test_the_sum_of_log_probabilities_is_that_of_the_tokens(llm):
-    scored = llm.generate("The river", SamplingParams(max_tokens=3, logprobs=2, temperature=0))[0]
-    wanted = sum(each[token] for token, each in zip(scored.token_ids, scored.logprobs, strict=True))
-    assert scored.outputs[0].cumulative_logprob == wanted < 0
-    assert llm.generate("The river", SamplingParams(max_tokens=3))[0].cumulative_logprob is None
-
-
 def test_a_log_probability_is_a_number_with_vllms_attribute(llm):
     params = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=1)
+    first, second = llm.generate("The river", dataclasses.replace(params, n=2))[0].outputs
     done = llm.generate("The river", params)[0]
     _, *scored = done.prompt_logprobs
-    for entry in done.logprobs + scored:
+    for entry in done.logprobs + scored + first.logprobs + second.logprobs:
         for each in entry.values():
             assert type(each.logprob) is float and each.logprob == each and isinstance(each, float)
             assert repr(each) == repr(each.logprob) == json.dumps(each)
@@ -296,66 +232,35 @@ def test_a_log_probability_is_a_number_with_vllms_attribute(llm):
     assert all(isinstance(each, Logprob) for entry in asyncio.run(streamed()) for each in entry.values())
 
 
-def test_a_message_may_come_in_parts_of_text(llm):
-    params = SamplingParams(max_tokens=4, temperature=0)
-    parts = [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]
-    (whole,) = llm.chat([{"role": "user", "content": "Who \nare you?"}], params)
-    (joined,) = llm.chat([{"role": "user", "content": parts}], params)
-    assert joined.prompt_token_ids == whole.prompt_token_ids and joined.text == whole.text
-    for wrong in ([], [{"type": "image_url", "image_url": "x"}], [{"type": "text"}], ["text"], None):
-        with pytest.raises(InvalidRequest, match=r"messages\[0\] must have 'content' as a string or a list of"):
-            llm.chat([{"role": "user", "content": wrong}], params)
-    with pytest.raises(TokenizerError, match="tokenize=True: encode the text yourself"):
-        llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "a"}], tokenize=True)
-
-
 def test_the_page_names_every_option():
-    engine = {name.replace("_", "-") for name in from_vllm.ENGINE}
-    server = {f"--{name}": each for name, each in commands.SERVE.items() if name not in engine}
-    bench = {f"--{name}": each for name, each in commands.BENCH.items()}
-    tables = (from_vllm.ENGINE, from_vllm.SAMPLING, from_vllm.GENERATE, from_vllm.PROMPT, from_vllm.FIELDS)
-    for table in (*tables, from_vllm.TURN, server, bench):
+    engine = {name.replace("_", "-") for name in options.ENGINE}
+    server = {f"--{name}": each for name, each in command_line.SERVE.items() if name not in engine}
+    bench = {f"--{name}": each for name, each in command_line.BENCH.items()}
+    tables = (options.ENGINE, options.SAMPLING, options.GENERATE, options.PROMPT, http.FIELDS)
+    for table in (*tables, http.TURN, server, bench):
         for name, (_, instead) in table.items():
             row = rf"^\| (`.*`, )?`{name}`(, `.*`)? \| {re.escape(instead)} \|$"
             assert re.search(row if instead else rf"^Without effect: [^|]*`{name}`", PAGE, re.MULTILINE), name
-    for name, ours in (commands.SERVE_NAMES | commands.BENCH_NAMES).items():
+    for name, ours in (command_line.SERVE_NAMES | command_line.BENCH_NAMES).items():
         assert f"-{name}` | `--{ours}` |" in PAGE
-    for name, others in from_vllm.OTHER_VALUES.items():
+    for name, others in options.OTHER_VALUES.items():
         for value, instead in others.items():
             assert re.search(rf"\| `{name}` \| .*`{value}`.* \| {re.escape(instead)} \|", PAGE), value
-    for names in from_vllm.ATTRIBUTES.values():
+    for names in ATTRIBUTES.values():
         for name, instead in names.items():
             assert f"`{name}`" in PAGE and instead in PAGE, name
 
 
-def test_numbers_and_token_ids_may_be_torchs(llm):
-    params = SamplingParams(max_tokens=torch.tensor(3), temperature=np.array(0.0), ignore_eos=np.True_)
-    assert params == SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-    assert (type(params.max_tokens), type(params.temperature), type(params.ignore_eos)) == (int, float, bool)
-    assert SamplingParams(stop_token_ids=torch.tensor([3, 4])).stop_token_ids == (3, 4)
-    for wrong in (torch.tensor(3.0), torch.tensor([3]), torch.tensor(True)):
-        with pytest.raises(InvalidRequest, match="max_tokens must be a whole number from 0 to 2147483647, not tensor"):
-            SamplingParams(max_tokens=wrong)
-    ids = llm.tokenizer.encode("The river")
-    wanted = llm.generate(ids, params)[0].token_ids
-    tensor = torch.tensor(ids)
-    for given in (tensor, tensor[None], list(tensor), {"prompt_token_ids": tensor}, np.array(ids), tuple(ids)):
-        (done,) = llm.generate(given, params)
-        assert done.prompt_token_ids == ids and done.token_ids == wanted
-
-
-def test_a_table_is_no_list_of_prompts(llm):
-    class Table(list):
-        columns = ("prompt",)
-
-    with pytest.raises(InvalidRequest, match=re.escape("one column of a table, as table['prompt'], not Table")):
-        llm.generate(Table(["prompt"]))
+def test_token_ids_of_a_prompt_may_be_torchs(llm):
+    ids = llm.get_tokenizer().encode("The river")
+    (done,) = llm.generate({"prompt_token_ids": torch.tensor(ids)}, SamplingParams(max_tokens=1))
+    assert done.prompt_token_ids == ids
 
 
 def test_members_of_a_prompt_that_are_missing_say_what_to_do_instead(llm):
-    for name, (nothing, instead) in from_vllm.PROMPT.items():
+    for name, (nothing, instead) in options.PROMPT.items():
         for value in nothing:
-            assert from_vllm.prompt({"prompt": "a", name: value}) == "a"
+            assert options.translated_prompt({"prompt": "a", name: value}) == "a"
         with pytest.raises(InvalidRequest, match=f"{name}=.*: minillm has no such option; {re.escape(instead)}"):
             llm.generate({"prompt": "a", name: {"image": 1}})
     with pytest.raises(InvalidRequest, match="prompt_token_ids must be token ids, not '<bos>a'.*add_special_tokens"):
@@ -373,30 +278,11 @@ def test_old_and_positional_arguments_say_what_to_do_instead(llm):
 
 
 def test_parameters_have_names():
-    assert {each.kind for each in inspect.signature(SamplingParams).parameters.values()} == {
-        inspect.Parameter.KEYWORD_ONLY
-    }
     for values in ((2, 1, 0.0), ({"temperature": 0},)):
         with pytest.raises(
             InvalidRequest, match=r"by name only, as SamplingParams\(temperature=0.8, max_tokens=64\), not"
         ):
             SamplingParams(*values)
-
-
-def test_a_schema_that_is_no_dictionary_says_how_to_make_one():
-    class Isle(BaseModel):
-        name: str
-
-    schema = SamplingParams(json_schema=Isle.model_json_schema()).json_schema
-    assert SamplingParams(json_schema=json.loads(json.dumps(schema))).json_schema == schema
-    for wrong, hint in (
-        (json.dumps(schema), "json.loads(...)"),
-        (Isle, "Model.model_json_schema()"),
-        (Isle(name="a"), "Model.model_json_schema()"),
-        (5, "as {'type': 'object'}"),
-    ):
-        with pytest.raises(InvalidRequest, match=f"json_schema must be .*{re.escape(hint)}.*, not "):
-            SamplingParams(json_schema=wrong)
 
 
 def test_parameters_that_someone_changes_say_what_to_do_instead():
@@ -406,16 +292,29 @@ def test_parameters_that_someone_changes_say_what_to_do_instead():
     assert params == SamplingParams() and pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
 
 
-def test_a_chats_prompt_is_what_the_template_made(llm):
-    message = {"role": "user", "content": "Who are you?"}
-    first, second = llm.chat([[message], [message | {"content": "a"}]], SamplingParams(n=2, max_tokens=2))
-    text = llm.get_tokenizer().apply_chat_template([message])
-    assert [each.prompt for each in first.outputs] == [text, text] and second.prompt == text.replace(
-        "Who are you?", "a"
-    )
-    assert first.prompt_token_ids == llm.get_tokenizer().encode(text, add_special_tokens=False)
-
-
 def test_a_tokenizer_that_is_called_says_what_to_do_instead(llm):
     with pytest.raises(TokenizerError, match=r"use encode\(text\)"):
         llm.get_tokenizer()("The river", return_tensors="pt")
+
+
+def test_leaving_a_stream_aborts_its_request(llm):
+    async def left() -> None:
+        engine = AsyncLLM(engine=llm)
+        try:
+            async with aclosing(engine.stream("The river", SamplingParams(max_tokens=None, ignore_eos=True))) as stream:
+                async for _ in stream:
+                    break
+            await async_wait_until(lambda: not llm.engine.tracked)
+        finally:
+            engine.close()
+
+    asyncio.run(left())
+
+
+def test_a_tokenizer_of_the_users_own_stays_as_it_is(llm):
+    class Own(type(llm.engine.tokenizer)):
+        pass
+
+    own = Own.from_pretrained(ROOT / "data" / "tiny-gemma")
+    with LLM(tokenizer=own, device="cpu", num_blocks=16) as opened:
+        assert opened.get_tokenizer() is own

@@ -1,7 +1,4 @@
-"""Code written for vLLM: its names for what minillm has too, and what to do instead where minillm has nothing.
-
-docs/from_vllm.md sets both APIs side by side.
-"""
+"""Options, arguments and prompts of vLLM's Python API: translated, or what to do instead."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -161,165 +158,9 @@ PROMPT: dict[str, tuple[tuple, str]] = {
     **dict.fromkeys(("encoder_prompt", "decoder_prompt"), ((None,), "there are decoders only")),
 }
 
-RENDERED = "render it, /tokenize the text with add_special_tokens false, and send the token ids to /v1/completions"
-SCHEMA = 'use response_format {"type": "json_schema", ...}'
-# Fields of a request over HTTP.
-FIELDS: dict[str, tuple[tuple, str]] = {
-    "skip_special_tokens": ((True,), "decode the token ids yourself: return_token_ids sends them"),
-    "spaces_between_special_tokens": ((True, False), "leave it out"),
-    "include_stop_str_in_output": ((False,), "a choice's stop_reason is the string that ended it"),
-    "use_beam_search": ((False,), "use n and pick the best choice yourself"),
-    "length_penalty": ((1, 1.0), "use n and pick the best choice yourself"),
-    "guided_json": ((), SCHEMA),
-    "guided_regex": ((), SCHEMA + " with a string's pattern"),
-    "guided_choice": (([],), SCHEMA + " with an enum"),
-    "guided_grammar": ((), SCHEMA),
-    "guided_decoding_backend": ((), "leave it out"),
-    "structured_outputs": (
-        ({},),
-        SCHEMA + ", whose schema may be a string's pattern (for regex) or an enum (for choice)",
-    ),
-    "prompt_logprobs": ((), "use echo with logprobs in /v1/completions"),
-    "truncate_prompt_tokens": ((), "shorten the prompt yourself: /tokenize counts its tokens"),
-    "allowed_token_ids": ((), "use logit_bias"),
-    "bad_words": (([],), "for words of one token use logit_bias"),
-    "logits_processors": (([],), "use logit_bias"),
-    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
-    "chat_template": ((), "put the template into the model's tokenizer_config.json"),
-    "chat_template_kwargs": (({},), RENDERED),
-    "add_generation_prompt": ((True,), RENDERED),
-    "continue_final_message": ((False,), RENDERED),
-    "documents": (([],), "put them into a message"),
-    "mm_processor_kwargs": (({},), "models read text only"),
-    "request_id": ((), "send it as the header x-request-id"),
-    "kv_transfer_params": ((), "an engine keeps its own cache"),
-    "vllm_xargs": (({},), "leave it out"),
-    "early_stopping": ((False,), "use n and pick the best choice yourself"),
-    "include_reasoning": ((True, False), "read the answer's text yourself"),
-    "thinking_token_budget": ((), "use max_tokens"),
-    "chat_template_content_format": (("auto", "string"), "contents in parts are joined as text"),
-    "prompt_embeds": ((), "send text or token ids"),
-    "detokenize": ((True,), "use return_token_ids"),
-    "guided_whitespace_pattern": ((), "leave it out"),
-}
-CALLS = "the server calls no tools, so write the calls into the content"
-# Members of a chat's message.
-TURN: dict[str, tuple[tuple, str]] = {
-    "tool_calls": (([],), CALLS),
-    "function_call": ((), CALLS),
-    "tool_call_id": ((), "put the tool's answer into a user message"),
-    **dict.fromkeys(("reasoning", "reasoning_content"), ((), "leave it out")),
-}
-# Paths that this server lacks.
-PATHS = {
-    "/v1/responses": "use /v1/chat/completions",
-    "/v1/messages": "use /v1/chat/completions",
-    "/invocations": "use /v1/chat/completions or /v1/completions",
-    **dict.fromkeys(
-        ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
-        "there are generating models only",
-    ),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "merge the adapter into the weights first"),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read text only"),
-    "/generate": "use /v1/completions",
-    "/load": "the numbers of requests are at /metrics",
-    "/server_info": "the model's limits are at /v1/models",
-    "/tokenizer_info": "read the model's tokenizer_config.json",
-    "/reset_prefix_cache": "use_prefix_cache false in a request neither reads nor fills it",
-    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), "stop the server, and start it again"),
-    **dict.fromkeys(("/start_profile", "/stop_profile"), "start the server with --trace FILE"),
-}
-RENDERING = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
-
-
-ATTRIBUTES: dict[str, dict[str, str]] = {
-    "LLM": {
-        **dict.fromkeys(("encode", "embed", "score", "classify", "reward"), "there are generating models only"),
-        **dict.fromkeys(("sleep", "wake_up"), "close the LLM, and make another one"),
-        **dict.fromkeys(("apply_model", "collective_rpc"), "the model is llm.engine.model"),
-        **dict.fromkeys(("start_profile", "stop_profile"), "give trace=FILE, or use torch.profiler around generate"),
-        "beam_search": "use n and pick the best choice yourself",
-        "get_default_sampling_params": "the defaults are SamplingParams()",
-        "get_metrics": "`minillm serve` has them at /metrics",
-        "llm_engine": "it is llm.engine",
-        "reset_prefix_cache": "RequestOptions(use_prefix_cache=False) neither reads nor fills it",
-        "set_tokenizer": "give it as LLM(tokenizer=...)",
-        "from_engine_args": "give the options to LLM",
-        "shutdown": "use close()",
-    },
-    "AsyncLLM": {
-        "from_engine_args": "give the options to AsyncLLM",
-        "shutdown": "use close()",
-        "get_tokenizer": "it is the attribute tokenizer",
-    },
-    "Completion": {
-        "metrics": "arrival_time, first_token_time and finish_time are attributes of its own",
-        "lora_request": "adapters are merged into the weights",
-        "encoder_prompt": "there are decoders only",
-    },
-    "Delta": {  # for vLLM's RequestOutput, where code that iterates over generate now does so over stream
-        "outputs": "what is new are its own text and token_ids; the last delta's completion has all",
-        "finished": "the last delta has a finish_reason",
-        **dict.fromkeys(("request_id", "prompt_token_ids"), "the last delta's completion has it"),
-    },
-    "Logprob": {
-        "decoded_token": "use llm.tokenizer.decode([id]), where id is its key in the dictionary",
-        "rank": "sort the dictionary's values: it has the most likely tokens, and the one that was sampled",
-    },
-    "Tokenizer": {  # what transformers' have
-        "bos_token": "use token(tokenizer.bos_token_id)",
-        "eos_token": "use token(tokenizer.eos_token_id)",
-        "convert_ids_to_tokens": "use token(id) for each",
-        "convert_tokens_to_ids": "use id(token) for each",
-        "tokenize": "use token(id) for each id of encode(text)",
-        "batch_decode": "use decode(ids) for each",
-        "batch_encode_plus": "use encode(text) for each",
-        "get_vocab": "use id(token), token(id) and vocab_size",
-        "chat_template": "it is in the model's tokenizer_config.json; apply_chat_template renders it",
-        "pad_token_id": "prompts of any lengths run together without padding",
-        "pad_token": "prompts of any lengths run together without padding",
-    },
-    "SamplingParams": {
-        "clone": "use dataclasses.replace(params)",
-        "from_optional": "leave out the options that are None",
-    },
-    "minillm": {
-        **dict.fromkeys(
-            ("StructuredOutputsParams", "GuidedDecodingParams"), "use SamplingParams(json_schema=...) or (regex=...)"
-        ),
-        **dict.fromkeys(("RequestOutput", "CompletionOutput"), "use Completion, which is both"),
-        **dict.fromkeys(("EngineArgs", "LLMEngine"), "give the options to LLM"),
-        **dict.fromkeys(("AsyncEngineArgs", "AsyncLLMEngine"), "give the options to AsyncLLM"),
-        **dict.fromkeys(
-            ("TextPrompt", "TokensPrompt"), 'a prompt may be {"prompt": text} or {"prompt_token_ids": ids}'
-        ),
-        "BeamSearchParams": "use SamplingParams(n=...) and pick the best choice yourself",
-        "PoolingParams": "there are generating models only",
-        "RequestOutputKind": "AsyncLLM.stream gives what is new, and AsyncLLM.generate the whole",
-        "Logprob": "log-probabilities are {id: number}, and such a number has the attribute logprob",
-        "LoRARequest": "merge the adapter into the weights first",
-    },
-}
-
-
-class Missing:
-    """A name that is looked up in the class itself, where `__getattr__` does not count."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, found: object, owner: type) -> Any:
-        raise missing(owner.__name__, self.name)
-
-
-def missing(owner: str, name: str) -> AttributeError:
-    """The error for an attribute that `owner`, a class or the package, does not have."""
-    instead = ATTRIBUTES[owner].get(name)
-    return AttributeError(f"{owner} has no attribute {name!r}" + (f": {instead}" if instead else ""))
-
 
 def without(given: Mapping[str, Any], known: Mapping[str, tuple[tuple, str]], error: type[Exception]) -> dict[str, Any]:
-    """What was given, without those of vLLM's options that ask for nothing. Raises `error` for one that does."""
+    """Remove vLLM's options that have no effect here. Raises `error` for one that would change the result."""
     left = dict(given)
     for name in given.keys() & known.keys():
         nothing, instead = known[name]
@@ -330,14 +171,14 @@ def without(given: Mapping[str, Any], known: Mapping[str, tuple[tuple, str]], er
 
 
 def _same(value: Any, known: Any) -> bool:
-    """Whether they are equal and of one type, numpy's whole numbers counting as Python's."""
+    """Return whether they are equal and of one type, numpy's whole numbers counting as Python's."""
     whole = as_int(value)
     value = value if whole is None else whole
     return value is known or (type(value) is type(known) and value == known)
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an engine. Raises ConfigError."""
+    """Translate the options of an engine; other names stay as they are. Raises ConfigError."""
     left = without(given, ENGINE, ConfigError)
     for name, values in VALUES.items():
         if isinstance(value := left.get(name), (str, int)) and value in values:
@@ -349,20 +190,22 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return left
 
 
-def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of SamplingParams. Raises InvalidRequest."""
+def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the arguments of SamplingParams. Raises InvalidRequest."""
     left = without(given, SAMPLING, InvalidRequest)
     if as_int(left.get("seed")) == -1:
         left["seed"] = None
     return left
 
 
-def asked(params: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, bool]:
-    """`params` and `progress` of LLM.generate and LLM.chat, which vLLM calls sampling_params and use_tqdm.
+def generate_arguments(params: Any, options: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return `params` and `progress` of generate and chat, which vLLM calls sampling_params and use_tqdm.
 
-    Raises InvalidRequest, also for a name that neither has.
+    options: only checked. Raises InvalidRequest, also for a name that neither has.
     """
     left = without(given, GENERATE, InvalidRequest)
+    if isinstance(options, bool):
+        raise InvalidRequest(f"the third argument is options: give the progress bar by name, as use_tqdm={options}")
     if "sampling_params" in left:
         if params is not None:
             raise InvalidRequest("params and sampling_params are the same: give one of them")
@@ -373,24 +216,21 @@ def asked(params: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, b
     return params, progress
 
 
-def turn(message: Mapping[str, Any]) -> str:
-    """Which member of a chat's message is refused, and what to do instead; "" if none is."""
-    for name, (nothing, instead) in TURN.items():
-        if message.get(name) not in (None, *nothing):
-            return f"{name} is not supported: {instead}"
-    return 'content is null: send the text, or "" if there is none' if message.get("content", "") is None else ""
+def translated_prompt(given: Any) -> Any:
+    """Translate a prompt: {"prompt": text} to the text, {"prompt_token_ids": ids} to the ids; others stay as they are.
 
-
-def prompt(given: Mapping[str, Any]) -> Any:
-    """A prompt as vLLM's dictionaries have it: {"prompt": text} or {"prompt_token_ids": ids}. Raises InvalidRequest."""
+    Raises InvalidRequest.
+    """
+    if not isinstance(given, Mapping):
+        return given
     found = {name: value for name, value in without(given, PROMPT, InvalidRequest).items() if value is not None}
-    if not found or found.keys() - {"prompt", "prompt_token_ids"}:
+    value = found.get("prompt_token_ids", found.get("prompt"))
+    if found.keys() - {"prompt", "prompt_token_ids"} or value is None or as_int(value) is not None:
         ways = 'a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
         raise InvalidRequest(f"a prompt must be {ways}, not {shown(given)}")
-    ids = found.get("prompt_token_ids")
-    if isinstance(ids, str):  # perhaps of a chat template, and encoding it would begin it twice
+    if "prompt_token_ids" in found and isinstance(value, str):  # encoding a chat template's text would begin it twice
         raise InvalidRequest(
-            f"prompt_token_ids must be token ids, not {shown(ids)}: encode the text, with add_special_tokens=False if "
-            "a chat template has made it"
+            f"prompt_token_ids must be token ids, not {shown(value)}: encode the text, with add_special_tokens=False "
+            "if a chat template has made it"
         )
-    return found.get("prompt") if ids is None else ids
+    return value

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from minillm.from_vllm import ANY, ENGINE
+from .options import ANY, ENGINE
 
 Missing = Mapping[str, tuple[tuple, str]]
 TOOLS = "the server calls no tools: use response_format"
 CORS = "use --cors-origins"
 TOKENIZER = "the tokenizer is that of the model's directory"
-# What to do instead of an engine's options, where `minillm.from_vllm` says it in Python.
+# What to do instead of an engine's options, where `options` says it in Python.
 ON_THE_COMMAND_LINE = {
     "async-scheduling": "--run-ahead 0 reads each step's tokens before the next is launched",
     "compilation-config": "--enforce-eager turns CUDA graphs off; `minillm build` tunes them",
@@ -137,9 +137,9 @@ FLAGS = {
 
 
 def translated(args: Sequence[str], known: set[str], missing: Missing, names: Mapping[str, str]) -> Iterator[str]:
-    """Arguments as the command has them, of some that may be vLLM's.
+    """Yield arguments as the command has them, of some that may be vLLM's.
 
-    known: the command's own options, dashes included; missing: option -> as in `minillm.from_vllm`; names: vLLM's name
+    known: the command's own options, dashes included; missing: option -> as in `options`; names: vLLM's name
     -> the command's. Raises typer.BadParameter.
     """
     left = iter(args)
@@ -175,7 +175,7 @@ def translated(args: Sequence[str], known: set[str], missing: Missing, names: Ma
 
 
 def _count(text: str) -> str:
-    """A number as vLLM's options take it: "8k" is 8000, "8K" is 8192."""
+    """Return a number that may be written as vLLM's options take it: "8k" is 8000, "8K" is 8192."""
     number, unit = text[:-1], text[-1:]
     try:
         return str(int(float(number) * UNITS[unit]))
