@@ -95,6 +95,14 @@ def test_an_engine_limits_prompts_while_streams_wait(monkeypatch):
         assert given.config.max_prefill_tokens == given.engine.scheduler.max_prefill_tokens == 5
 
 
+def test_only_two_options_of_an_engine_may_change():
+    with LLM(num_blocks=16) as llm:
+        llm.engine.configure(replace(llm.config, run_ahead=0))
+        assert llm.engine.config.run_ahead == 0
+        with pytest.raises(ConfigError, match="only run_ahead and max_prefill_tokens"):
+            llm.engine.configure(replace(llm.config, block_size=8))
+
+
 def test_the_engine_runs_on_a_torch_device():
     with LLM(device=torch.device("cpu"), dtype=torch.float64, num_blocks=16) as llm:
         assert llm.engine.model.device == torch.device("cpu") and llm.engine.model.dtype == torch.float64

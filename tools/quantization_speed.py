@@ -61,7 +61,7 @@ def measured(method: str) -> list[dict]:
             output = sum(each.output_tokens for each in work)
             found.append({
                 "engine": "minillm", **engine.formats(), "workload": load.name, "requests": len(work),
-                "quantization": method, "weight_bytes": engine.llm.engine.model.nbytes, "seconds": seconds,
+                "quantization": method, "weight_bytes": engine.llm.engine.facts.weight_bytes, "seconds": seconds,
                 "output_tokens_per_s": output / seconds, "runs": runs,
             })  # fmt: skip
             print(method, load.name, round(output / seconds), flush=True)

@@ -121,8 +121,8 @@ def applied(llm: LLM, setting: Setting) -> Iterator[None]:
     engine, executor = llm.engine, llm.engine.executor
     assert isinstance(executor, LocalExecutor)  # its graphs are in this process
     runner = executor.runner
-    before = engine.config, runner.graphs
-    engine.config = replace(engine.config, run_ahead=setting.run_ahead)
+    config, graphs = engine.config, runner.graphs
+    engine.configure(replace(engine.config, run_ahead=setting.run_ahead))
     if not setting.graphs:
         runner.graphs = None
     elif runner.graphs is not None:
@@ -135,9 +135,10 @@ def applied(llm: LLM, setting: Setting) -> Iterator[None]:
         with using(capturable=True, **OPERATIONS[setting.operations]):
             yield
     finally:
-        if runner.graphs is not None and runner.graphs is not before[1]:
+        if runner.graphs is not None and runner.graphs is not graphs:
             runner.graphs.close()
-        engine.config, runner.graphs = before
+        runner.graphs = graphs
+        engine.configure(config)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # memory of the setting's graphs
 
@@ -171,7 +172,7 @@ def run(
             work = workloads.make(name, config.vocab_size, scale=scale, requests=requests or REQUESTS[device])
             facts = {"workload": name, **workloads.totals(work), "scale": scale}
             results += _compare(engine, groups(device, config, len(work)), work, facts, repeat)
-        dtype = str(engine.llm.engine.model.dtype).removeprefix("torch.")
+        dtype = engine.llm.engine.facts.dtype
         content = records.record(results, begun, model=engine.llm.engine.name, dtype=dtype)
     finally:
         engine.llm.close()

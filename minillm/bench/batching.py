@@ -97,7 +97,7 @@ def run(
         arrivals = workloads.replay(traffic, vocab, requests=load.arriving, speed=load.speed)
         results += latency(llm, arrivals, load.chunk, repeat)
         results += prefix(llm, arrivals)
-        settings: dict[str, Any] = asdict(load) | {"dtype": str(llm.engine.model.dtype).removeprefix("torch.")}
+        settings: dict[str, Any] = asdict(load) | {"dtype": llm.engine.facts.dtype}
         settings |= {"device": device, "threads": torch.get_num_threads()}
         random_weights = engine_options.get("load_format") == "dummy"
         settings |= {"model": records.model_name(llm.engine.name, random_weights=random_weights)}

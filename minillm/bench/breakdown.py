@@ -121,7 +121,7 @@ def run(
             results.append(facts | measure(llm, work, limits, repeat))
             if not quiet:
                 print(table(results[-1:], limits if len(results) == 1 else None), flush=True)
-        dtype = str(llm.engine.model.dtype).removeprefix("torch.")
+        dtype = llm.engine.facts.dtype
         content = records.record(results, begun, model=llm.engine.name, dtype=dtype, **asdict(limits))
     finally:
         engine.llm.close()
@@ -138,7 +138,7 @@ def measure(llm: LLM, work: Sequence[workloads.BenchRequest], limits: Limits, re
             generate(llm, work)
             runs.append((time.perf_counter() - begin, recording))
     seconds, recording = sorted(runs, key=lambda each: each[0])[len(runs) // 2]  # the median
-    shares = _shares(llm, work, recording) if llm.engine.model.device.type == "cuda" else None
+    shares = _shares(llm, work, recording) if llm.config.device.startswith("cuda") else None
     floors = [step_floor(llm, step, limits) for step in recording.steps]
     parts = {part: sum(each[part] for each in floors) for part in PARTS}
     tokens = sum(request.output_tokens for request in work)

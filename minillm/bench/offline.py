@@ -50,7 +50,7 @@ class Minillm:
             "model": engine.name,
             "quantization": engine.config.quantization,
             "quantized_head": engine.config.quantized_head,
-            "kv_cache_dtype": engine.model.cache_spec.name,
+            "kv_cache_dtype": engine.facts.kv_cache_dtype,
         }
 
 

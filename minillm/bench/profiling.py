@@ -78,12 +78,9 @@ class _Timed:
 @contextmanager
 def recording(engine: Engine) -> Iterator[Recording]:
     """Record every step that the engine runs in the block, at a cost of microseconds per step."""
-    executor, recorded = engine.executor, Recording(time.perf_counter())
-    engine.executor = _Recorder(executor, recorded)
-    try:
+    recorded = Recording(time.perf_counter())
+    with engine.running_on(_Recorder(engine.executor, recorded)):
         yield recorded
-    finally:
-        engine.executor = executor
 
 
 def slices(done: Sequence[float], began: float) -> list[int]:
@@ -133,15 +130,13 @@ def _begin_profile() -> torch.profiler.profile:
 @contextmanager
 def profiled(engine: Engine, starts: Sequence[int]) -> Iterator[list[list[tuple[str, float, float]]]]:
     """Profile STEPS steps from each of `starts` on; after the block, each slice's (kernel, begin, end) in seconds."""
-    executor, slices_kernels = engine.executor, list[list[tuple[str, float, float]]]()
+    slices_kernels: list[list[tuple[str, float, float]]] = []
     _begin_profile().stop()  # the first one loads the profiler
-    engine.executor = profiler = _Profiler(executor, starts)
-    try:
+    profiler = _Profiler(engine.executor, starts)
+    with engine.running_on(profiler):
         yield slices_kernels
         profiler.end_slice()
         slices_kernels += [_kernels(profile) for profile in profiler.done]
-    finally:
-        engine.executor = executor
 
 
 def _kernels(profile: torch.profiler.profile) -> list[tuple[str, float, float]]:

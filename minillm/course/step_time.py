@@ -57,12 +57,8 @@ def tokens_of_steps(engine: Engine) -> Iterator[list[int]]:
             tokens.append(int(step.queries.sum()))
             return super().launch(step)
 
-    executor = engine.executor
-    engine.executor = Counting(executor)
-    try:
+    with engine.running_on(Counting(engine.executor)):
         yield tokens
-    finally:
-        engine.executor = executor
 
 
 def without_idle(point: roofline.Point, config: ModelConfig) -> roofline.Point:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Unpack
 
 import torch
 
-from minillm.config import DeviceConfig, EngineOptions
+from minillm.config import EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.request import Completion, Delta, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ class AsyncLLM:
             self._closing = True  # interrupted while it loads: end once it has
             raise
         self.tokenizer, self.tokenizer_directory = self.engine.tokenizer, self.engine.tokenizer_directory
-        self.dtype = self.engine.model.dtype
+        self.dtype = self.engine.facts.dtype
         self.model_config = self.engine.model_config
         self.config = self.engine.config
         self.name = self.engine.name
@@ -267,7 +267,7 @@ class AsyncLLM:
         try:
             self.engine = make()
             unlimited = self.engine.config
-            _configure(self.engine, unlimited.for_streams())
+            self.engine.configure(unlimited.for_streams())
             if self._owns_engine:
                 self.engine.warm_up()
         except BaseException as error:
@@ -291,7 +291,7 @@ class AsyncLLM:
             raise
         finally:
             if not self._owns_engine:
-                _configure(self.engine, unlimited)
+                self.engine.configure(unlimited)
 
     def _work(self) -> None:
         while True:
@@ -378,10 +378,3 @@ class _LoopMailbox:
 def _put_all(items: list[tuple[asyncio.Queue, Delta | Exception]]) -> None:
     for queue, delta in items:
         queue.put_nowait(delta)
-
-
-def _configure(engine: Engine, config: DeviceConfig) -> None:
-    """Limit prompts as the options say."""
-    with engine.lock:
-        engine.config = config
-        engine.scheduler.max_prefill_tokens = config.max_prefill_tokens or 0

@@ -12,21 +12,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
 from minillm.config import DeviceConfig, EngineConfig, EngineOptions
-from minillm.cores import OtherPrograms
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.grammar import Grammars
 from minillm.kv_cache.block_pool import BlockPool
-from minillm.model.config import ModelConfig
-from minillm.model.loader import check_tokenizer, load_model, read_config, resolve, resolve_device, rounded
+from minillm.model import Model
+from minillm.model.loader import check_tokenizer, read_config, resolve, resolve_device
 from minillm.pretrained import model_name
 from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
-from minillm.runner.executor import Executor, LocalExecutor
+from minillm.runner.executor import Executor, Facts, LocalExecutor
 from minillm.runner.launched import Results, StepInFlight
 from minillm.runner.plan import Plan
 from minillm.runner.sampler import derived_seed
@@ -68,7 +68,6 @@ class Engine:
     ):
         if not (model is None or isinstance(model, (str, Path))):
             raise ConfigError(f"model must be a directory, a preset's name or None, not {shown(model)}")
-        others = OtherPrograms()  # measured while the model loads
         check_tokenizer_given(tokenizer)
         config = EngineConfig.of(**options)
         self.trace = Trace.of(config.trace)
@@ -89,22 +88,10 @@ class Engine:
         described = read_config(place)
         self.grammars = Grammars(self.tokenizer, described.vocab_size, described.eos_token_ids)
         self.grammars.make_tokenizer_in_background()  # before there are steps that would wait for it
-        self.model = load_model(
-            place,
-            dtype=self.config.dtype,
-            device=device,
-            load_format=self.config.load_format,
-            max_model_len=self.config.max_model_len,
-            seed=self.config.seed,
-            recipe=rounded(place, self.config.quantization, self.config.quantized_head),
-            kv_cache_dtype=self.config.kv_cache_dtype,
-        )
-        self.model_config: ModelConfig = self.model.config
         if self.tokenizer is not None:
-            check_tokenizer(self.tokenizer, self.model_config)
-        longest = self.config.max_model_len or self.model_config.max_model_len
-        self.executor: Executor = LocalExecutor(self.model, self.config, longest, self.plan, others)
-        self.max_model_len = self.executor.facts.max_model_len
+            check_tokenizer(self.tokenizer, described)
+        self.executor: Executor = LocalExecutor(place, self.config, self.plan)
+        self.model_config, self.max_model_len = self.facts.model, self.facts.max_model_len
         self.in_flight: deque[StepInFlight] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
@@ -119,6 +106,39 @@ class Engine:
         self._adopted: tuple[Callable, ...] | None = replaceable.PARTS.functions
         self.scheduler = self._make_scheduler(None, *self._adopted)
         self.grammars.wait()  # so that no request does
+
+    @property
+    def facts(self) -> Facts:
+        """What the executor reports of the model and the device."""
+        return self.executor.facts
+
+    @property
+    def model(self) -> Model:
+        """The model, for lessons and tests. Raises TypeError if it does not run in this process."""
+        if not isinstance(self.executor, LocalExecutor):
+            raise TypeError(f"{type(self.executor).__name__} has no model in this process")
+        return self.executor.runner.model
+
+    @contextmanager
+    def running_on(self, executor: Executor) -> Iterator[None]:
+        """Use another executor inside the block: one that watches the engine's own, as `WatchedExecutor` does."""
+        own, self.executor = self.executor, executor
+        try:
+            yield
+        finally:
+            self.executor = own
+
+    def configure(self, config: DeviceConfig) -> None:
+        """Replace the options from the next step on. Raises ConfigError if more than the following two differ.
+
+        run_ahead, max_prefill_tokens: may change while requests run, in any thread.
+        """
+        with self.lock:
+            now = self.config
+            if replace(config, run_ahead=now.run_ahead, max_prefill_tokens=now.max_prefill_tokens) != now:
+                raise ConfigError("only run_ahead and max_prefill_tokens can change after an engine was made")
+            self.config = config
+            self.scheduler.max_prefill_tokens = config.max_prefill_tokens or 0
 
     def _adopt(self) -> None:
         """Use a scheduler with the policy and block pool that `using` has set. Call it only while no request runs."""
@@ -135,13 +155,13 @@ class Engine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=self.config.block_size,
-            num_blocks=self.executor.facts.num_blocks,
-            windows=self.executor.facts.windows,
-            stream=self.executor.facts.stream,
+            num_blocks=self.facts.num_blocks,
+            windows=self.facts.windows,
+            stream=self.facts.stream,
             prefix_caching=self.config.enable_prefix_caching,
             max_prefill_tokens=self.config.max_prefill_tokens or 0,
             policy=make_policy(POLICIES[self.config.policy]),
-            pool=make_pool(BlockPool, self.executor.facts.num_blocks),
+            pool=make_pool(BlockPool, self.facts.num_blocks),
         )
         if before is not None:
             scheduler.count_on_from(before)
@@ -155,12 +175,12 @@ class Engine:
         Captures every batch size with block tables of the smallest width, and every shape with prompts, then runs
         prompts up to the token budget. Wider tables and the general sampler are compiled when first used.
         """
-        if not self.executor.facts.captures:
+        if not self.facts.captures:
             return
         with self.lock:
             self.executor.warm_up()
             params, alone = SamplingParams(max_tokens=2, ignore_eos=True), RequestOptions(use_prefix_cache=False)
-            fitting = self.executor.facts.num_blocks // self.scheduler.tables.groups * self.config.block_size
+            fitting = self.facts.num_blocks // self.scheduler.tables.groups * self.config.block_size
             longest = min(128, self.max_model_len - 2, fitting - 2)
             total = 1
             while total <= self.config.max_num_batched_tokens and longest > 0:
@@ -320,7 +340,7 @@ class Engine:
         except BaseException:
             self.in_flight.clear()
             requests = [tracked.request for tracked in self.tracked.values()]
-            self.scheduler.reset(requests, BlockPool(self.executor.facts.num_blocks))
+            self.scheduler.reset(requests, BlockPool(self.facts.num_blocks))
             if self._adopted != replaceable.PARTS.own:
                 self._adopted = None  # user-supplied parts are created again for the next request
             for tracked in list(self.tracked.values()):
@@ -455,6 +475,6 @@ class Engine:
         self.executor.close()
         if self.trace is not None:
             self.trace.close()
-        del self.executor, self.model
+        del self.executor
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -35,8 +35,8 @@ def quality(
         yield {
             "engine": "minillm",
             "workload": workload.name,
-            "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
-            "kv_cache_dtype": llm.engine.model.cache_spec.name,
+            "dtype": llm.engine.facts.dtype,
+            "kv_cache_dtype": llm.engine.facts.kv_cache_dtype,
             "requests": found.get("questions"),
             "input_tokens": inputs,
             "output_tokens": 0,

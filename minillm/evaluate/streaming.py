@@ -46,8 +46,8 @@ def streaming(
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     base: float | None = None
     with LLM(model, **options) as llm:
-        context, dtype = llm.engine.max_model_len, str(llm.engine.model.dtype).removeprefix("torch.")
-        kept = llm.engine.model.cache_spec.name
+        facts = llm.engine.facts
+        context, dtype, kept = facts.max_model_len, facts.dtype, facts.kv_cache_dtype
         if attention_window >= context:
             raise ConfigError(f"a window of {attention_window} tokens does not fit the context of {context}")
         tokenizer = tokenizer_of(llm)
@@ -69,7 +69,7 @@ def streaming(
             begin = time.perf_counter()
             with LLM(place, **options | more) as llm:
                 done = llm.generate(prompts, params)
-                stream = llm.engine.executor.facts.stream
+                stream = llm.engine.facts.stream
             seconds = time.perf_counter() - begin
         if name == "recomputed":
             found = [prompt_logprob(each, -1, ids[at]) for each, at in zip(done, scored, strict=True)]

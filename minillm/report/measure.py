@@ -86,8 +86,8 @@ def versions_of(
     the second result says why. Raises ConfigError for a name that is no method, no recipe file and no directory, for a
     directory of another model, and for a version to serve that is not measured.
     """
-    dtype = str(llm.engine.model.dtype).removeprefix("torch.")
-    name, cache = SHORT.get(dtype, dtype), llm.engine.model.cache_spec.name
+    dtype, cache = llm.engine.facts.dtype, llm.engine.facts.kv_cache_dtype
+    name = SHORT.get(dtype, dtype)
     if options.get("kv_cache_dtype", "auto") != "auto":
         name = f"{name}, {cache} cache"  # its accuracy is not that of the reference, which has a cache in float32
     found = [Version(name, place, options)]
@@ -117,7 +117,7 @@ def facts(llm: LLM, place: Path) -> dict[str, Any]:
         "vocabulary": config.vocab_size,
         "context": llm.engine.max_model_len,
         "stored_dtype": config.dtype,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": llm.engine.facts.dtype,
         "device": model.device.type,
     }
 

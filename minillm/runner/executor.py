@@ -6,13 +6,15 @@ The engine uses an executor only through this interface, so steps could also run
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from minillm.config import DeviceConfig
 from minillm.cores import OtherPrograms
 from minillm.kernels import launch_configs
 from minillm.kv_cache.attention_sinks import Stream
-from minillm.model import Model
+from minillm.model.config import ModelConfig
+from minillm.model.loader import load_model, rounded
 from minillm.scheduler.step import Step
 
 from .cuda_graph import DecodeShape
@@ -24,8 +26,12 @@ from .threads import Threads
 
 @dataclass(frozen=True)
 class Facts:
-    """What the scheduler needs to know about the device; constant once an executor has started."""
+    """What the engine knows of a model and the device that runs it; constant once an executor has started."""
 
+    model: ModelConfig  # as it was loaded
+    dtype: str  # of its activations: "float32"
+    kv_cache_dtype: str  # of the cache: a dtype, or int8 or fp8
+    weight_bytes: int
     num_blocks: int  # cache blocks
     max_model_len: int  # what was asked for, or fewer tokens where the cache holds no such request
     windows: tuple[int | None, ...]  # per layer group: how many tokens a query sees; None: all
@@ -34,7 +40,7 @@ class Facts:
 
 
 class Executor(Protocol):
-    """Runs steps in launch order."""
+    """Loads a model and runs steps in launch order."""
 
     facts: Facts
 
@@ -47,7 +53,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the cache and the graphs."""
+        """Free the model, the cache and the graphs."""
         ...
 
 
@@ -68,24 +74,36 @@ class WatchedExecutor:
 
 
 class LocalExecutor:
-    """Runs steps in this process, on one device, with the launch configurations of a plan if there is one."""
+    """Runs steps in this process, on one device.
 
-    def __init__(
-        self,
-        model: Model,
-        config: DeviceConfig,
-        max_model_len: int,
-        plan: Plan | None = None,
-        others: OtherPrograms | None = None,
-    ):
+    place: the model, as `minillm.model.loader.resolve` returns it. plan: launch configurations to use, and graphs to
+    capture at once. Raises ConfigError for a model that cannot be loaded, and if memory is too small for the options.
+    """
+
+    def __init__(self, place: Path | str, config: DeviceConfig, plan: Plan | None = None):
+        others = OtherPrograms()  # measured while the model loads
+        model = load_model(
+            place,
+            dtype=config.dtype,
+            device=config.device,
+            load_format=config.load_format,
+            max_model_len=config.max_model_len,
+            seed=config.seed,
+            recipe=rounded(place, config.quantization, config.quantized_head),
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
         self._table = {} if plan is None else plan.table()
         self.threads = Threads(config.cpu_threads, others) if model.device.type == "cpu" else None
         with self._tuned():
-            self.runner = Runner(model, config, max_model_len)
+            self.runner = Runner(model, config, model.max_model_len)
             if plan is not None and plan.graphs and self.runner.graphs is not None:
                 self.runner.graphs.decodes.capture(DecodeShape(*shape) for shape in plan.graphs)
                 self.runner.graphs.capture_mixed()
         self.facts = Facts(
+            model=model.config,
+            dtype=str(model.dtype).removeprefix("torch."),
+            kv_cache_dtype=model.cache_spec.name,
+            weight_bytes=model.nbytes,
             num_blocks=self.runner.num_blocks,
             max_model_len=self.runner.max_model_len,
             windows=model.groups.windows,

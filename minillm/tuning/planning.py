@@ -232,7 +232,7 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
                 runner.graphs.capture_mixed()
         torch.cuda.empty_cache()
         taken = {
-            "weights": llm.engine.model.nbytes,
+            "weights": llm.engine.facts.weight_bytes,
             "graphs": max(before - torch.cuda.mem_get_info(device)[0], 0),
             "cache": runner.num_blocks * runner.memory.block_bytes,
         }

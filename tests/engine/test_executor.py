@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from minillm import LLM, SamplingParams
+from minillm.model.loader import read_config
 from minillm.runner.executor import Facts
 from minillm.runner.launched import Results
 
@@ -13,8 +14,18 @@ GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 class Counting:
     """A minimal executor without a model: a row's next token is the number of tokens it has."""
 
-    def __init__(self, model, config, max_model_len, plan=None, others=None):
-        self.facts = Facts(num_blocks=50, max_model_len=256, windows=(None,), stream=None, captures=False)
+    def __init__(self, place, config, plan=None):
+        self.facts = Facts(
+            model=read_config(place),
+            dtype="float32",
+            kv_cache_dtype="float32",
+            weight_bytes=0,
+            num_blocks=50,
+            max_model_len=256,
+            windows=(None,),
+            stream=None,
+            captures=False,
+        )
         self.steps, self.closed = [], False
 
     def launch(self, step):

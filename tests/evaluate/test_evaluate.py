@@ -13,7 +13,7 @@ from minillm import evaluate
 from minillm.request import Completion
 
 DATA = Path(__file__).resolve().parents[2] / "data"
-MODEL = SimpleNamespace(dtype="torch.float32", cache_spec=SimpleNamespace(name="fp8"))
+FACTS = SimpleNamespace(dtype="float32", kv_cache_dtype="fp8")
 ROW = {"question": "How many legs has a goose?", "subject": "farm_animals", "choices": list("2468"), "answer": 0}
 
 
@@ -214,7 +214,7 @@ def test_quality_measures_every_question_set_and_the_text_as_record_rows(monkeyp
     module = sys.modules["minillm.evaluate.quality"]
     monkeypatch.setattr(module, "perplexity", lambda llm: {"perplexity": 2.00004, "tokens": 9})
     llm = Oracle(A_TO_D, room=10_000)
-    llm.engine.model = MODEL
+    llm.engine.facts = FACTS
     splits = {
         "questions-held-out-5-shot": ("test", 5),
         "questions-held-out-0-shot": ("test", 0),
@@ -305,7 +305,7 @@ def test_the_task_mmlu_asks_its_test_questions_with_five_examples_of_their_subje
     tasks = sys.modules["minillm.evaluate.tasks"]
     monkeypatch.setattr(tasks, "MMLU", str(mmlu))
     llm = Oracle(A_TO_D, room=10_000)
-    llm.engine.model = MODEL
+    llm.engine.facts = FACTS
     whole, law, folder = evaluate.quality(llm, measured=evaluate.workloads(["mmlu", "mmlu_law", str(mmlu)]))
     assert [each["workload"] for each in (whole, law)] == ["mmlu-5-shot", "mmlu_law-5-shot"]
     assert [each["questions"] for each in (whole, law, folder)] == [12, 6, 12]

@@ -284,7 +284,7 @@ def test_a_chat_on_the_command_line_has_one_beginning_of_text(monkeypatch):
 def test_a_chat_with_a_model_that_has_no_chat_template_is_refused_before_its_weights_are_read(monkeypatch, tmp_path):
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((EMBEDDED / name).read_bytes())
-    monkeypatch.setattr("minillm.engine.engine.load_model", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr("minillm.runner.executor.load_model", lambda *_, **__: pytest.fail("weights are read"))
     done = run("generate", "Who are you?", "--chat", "--model", str(tmp_path))
     assert done.exit_code == 2 and "this tokenizer has no chat template" in done.stderr
     (tmp_path / "tokenizer.json").unlink()

@@ -134,7 +134,7 @@ FAULTS = (
     Fault(
         "an engine that no longer serves still limits prompts",
         ASYNC,
-        "_configure(self.engine, unlimited)",
+        "self.engine.configure(unlimited)",
         "pass",
         "tests/test_config.py -k streams_wait",
     ),
