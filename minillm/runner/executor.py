@@ -1,6 +1,7 @@
 """The interface between an engine and its device: steps go in, results come out.  Lesson 10.
 
-The engine uses an executor only through this interface, so steps could also run in other processes.
+The engine uses an executor only through this interface, so steps can also run in another process: see
+`tests/engine/remote_executor.py`.
 """
 
 from collections.abc import Iterator
