@@ -77,7 +77,7 @@ def generate(
     minillm generate "The lighthouse of" --max-tokens 40
     """
     from minillm import LLM, SamplingParams, Tokenizer
-    from minillm.engine.llm import chat_prompt
+    from minillm.engine.inputs import chat_prompt
     from minillm.model.loader import resolve
 
     if chat and model is None:

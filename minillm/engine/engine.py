@@ -39,7 +39,7 @@ from minillm.trace.record import Trace
 from minillm.values import shown
 
 from . import precision
-from .given import check_tokenizer_given, of_kind, say_sampling_defaults, token_ids
+from .inputs import check_is_tokenizer, check_params, log_sampling_defaults, of_kind, token_ids
 from .output_text import OutputText
 from .recent import Recent
 from .tracked import Listener, Tracked
@@ -68,12 +68,12 @@ class Engine:
     ):
         if not (model is None or isinstance(model, (str, Path))):
             raise ConfigError(f"model must be a directory, a preset's name or None, not {shown(model)}")
-        check_tokenizer_given(tokenizer)
+        check_is_tokenizer(tokenizer)
         config = EngineConfig.of(**options)
         self.trace = Trace.of(config.trace)
         device = resolve_device(config.device)
         place = resolve(model)
-        say_sampling_defaults(place)
+        log_sampling_defaults(place)
         self.plan = None if config.plan is None else Plan.read(config.plan)
         if self.plan is not None:
             config = self.plan.configure(config, read_config(place), device)
@@ -142,12 +142,12 @@ class Engine:
 
     def _adopt(self) -> None:
         """Use a scheduler with the policy and block pool that `using` has set. Call it only while no request runs."""
-        wanted = replaceable.PARTS.functions
-        if wanted != self._adopted:
+        functions = replaceable.PARTS.functions
+        if functions != self._adopted:
             while self.in_flight:  # launched ahead of the last request's end
                 self._read(self.in_flight.popleft())
-            self.scheduler = self._make_scheduler(self.scheduler, *wanted)
-            self._adopted = wanted
+            self.scheduler = self._make_scheduler(self.scheduler, *functions)
+            self._adopted = functions
 
     def _make_scheduler(self, before: Scheduler | None, make_policy: Callable, make_pool: Callable) -> Scheduler:
         scheduler = Scheduler(
@@ -227,28 +227,11 @@ class Engine:
             matcher=None if params.grammar is None else self.grammars.matcher(*params.grammar),
         )
         self.scheduler.validate(request)
-        completion = Completion(request.request_id, ids.tolist(), arrival_time=time.perf_counter())
-        completion.logprobs = None if params.logprobs is None else []
-        completion.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(ids)
-        tracked = Tracked(request, completion, listener, wants_text=wants_text)
-        locates = wants_text and params.logprobs is not None
-        if self.tokenizer is not None and (params.stop or locates or (listener is not None and wants_text)):
-            known = completion.prompt_token_ids
-            output = OutputText(self.tokenizer, params.stop, params.min_tokens, prompt=known, locates=locates)
-            tracked.output, completion.text_offsets = output, output.offsets
-        return tracked
+        return Tracked.of(request, self.tokenizer, listener, wants_text)
 
     def check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model. Raises InvalidRequest."""
-        vocab = self.model_config.vocab_size
-        for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(params, name) or ():
-                if token >= vocab:
-                    raise InvalidRequest(f"{name} names token {token}, but the vocabulary ends at {vocab - 1}")
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if params.grammar is not None:
-            self.grammars.matcher(*params.grammar)  # compiled once: `prepare` finds it
+        check_params(params, self.tokenizer, self.model_config.vocab_size, self.grammars)
 
     def submit(self, tracked: Tracked) -> None:
         """Queue a prepared request. Raises InvalidRequest if another one with its id runs, EngineClosed."""
@@ -381,22 +364,21 @@ class Engine:
                 if completion.first_token_time is None:
                     completion.first_token_time = now
                     self.first_waits.add(now - completion.arrival_time)
-        for row, (position, found) in results.prompt_logprobs.items():
+        for row, (position, scores) in results.prompt_logprobs.items():
             if (request := requests[row]) is not None:
-                scored = self.tracked[request.request_id]
-                scores = scored.completion.prompt_logprobs
-                assert scores is not None, "a runner scores no prompt unasked"
-                if found is None:
+                tracked = self.tracked[request.request_id]
+                if scores is None:
                     self.scheduler.fail(request)  # it ends: the prefix cache is not used for prompts that are scored
-                    self._finish(scored)
+                    self._finish(tracked)
                     continue
-                scores[position : position + len(found)] = found
+                assert tracked.completion.prompt_logprobs is not None, "a runner scores no prompt unasked"
+                tracked.completion.prompt_logprobs[position : position + len(scores)] = scores
         watched = []
         if self._watched:
             watched = [
-                (tracked, int(row), known.tolist())
+                (each, int(row), known.tolist())
                 for row, tokens, accepted in zip(rows, results.tokens, results.accepted, strict=True)
-                if (tracked := self._watched.get(int(row))) is not None and requests[row] is tracked.request
+                if (each := self._watched.get(int(row))) is not None and requests[row] is each.request
                 if len(known := tokens[:accepted][tokens[:accepted] >= 0])
             ]
         ended = self.scheduler.complete(step, results.tokens, results.accepted)
@@ -404,8 +386,8 @@ class Engine:
             if tracked.completion.finish_reason is None:  # an earlier listener may have ended it
                 self._look_at(tracked, row, tokens, results)
         for request in ended:
-            if (tracked := self.tracked.get(request.request_id)) is not None:
-                self._finish(tracked)
+            if request.request_id in self.tracked:
+                self._finish(self.tracked[request.request_id])
 
     def _look_at(self, tracked: Tracked, row: int, tokens: list[int], results: Results) -> None:
         """Text, stop strings and log-probabilities of new tokens."""

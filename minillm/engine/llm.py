@@ -1,21 +1,19 @@
 """`LLM`: generate and chat offline.  Lesson 00."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 from minillm.config import EngineOptions
-from minillm.errors import EngineClosed, InvalidRequest, naming
+from minillm.errors import EngineClosed, naming
 from minillm.request import Completion, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
-from minillm.values import as_int, as_tuple, shown
 
 from .engine import Engine, Tracked
+from .inputs import as_conversations, as_prompts, one_for_each, rendered_chat
 
 if TYPE_CHECKING:
     from tqdm import tqdm
-
-MESSAGE = '{"role": ..., "content": ...}'
 
 
 class LLM:
@@ -56,8 +54,8 @@ class LLM:
         if not each_prompt:
             return []
         count = len(each_prompt)
-        each_params = _one_each(params, SamplingParams, count)
-        each_options = _one_each(options, RequestOptions, count)
+        each_params = one_for_each(params, SamplingParams, count)
+        each_options = one_for_each(options, RequestOptions, count)
         batch: list[Tracked] = []
         first: list[int] = []  # the place in the batch of each prompt's first choice
         for i, (prompt, wanted, option) in enumerate(zip(each_prompt, each_params, each_options, strict=True)):
@@ -104,12 +102,7 @@ class LLM:
         Returns one `Completion` for each. Raises InvalidRequest, EngineClosed, and TokenizerError where the model has
         no chat template or the template rejects the messages.
         """
-        conversations = as_tuple(messages)
-        if not conversations:
-            raise InvalidRequest(f"messages must be a list of {MESSAGE}, not {shown(messages)}")
-        if isinstance(conversations[0], Mapping):
-            conversations = (conversations,)
-        prompts = []
+        conversations, prompts = as_conversations(messages), []
         for i, conversation in enumerate(conversations):
             with naming("conversation", i, len(conversations)):
                 prompts.append(rendered_chat(self.tokenizer, conversation))
@@ -145,71 +138,6 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-Asked = TypeVar("Asked", SamplingParams, RequestOptions)
-
-
-def _one_each(given: Asked | Sequence[Asked] | None, kind: type[Asked], count: int) -> Sequence[Asked | None]:
-    """One for each of `count` prompts. Raises InvalidRequest."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    each = as_tuple(given)
-    if each is None:
-        raise InvalidRequest(f"{kind.__name__}(...) or a list of them was expected, not {shown(given)}")
-    if len(each) != count:
-        raise InvalidRequest(f"{count} prompts, but {len(each)} {kind.__name__}: give one, or one each")
-    return each
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several -> a list of prompts. Raises InvalidRequest for what is neither text nor a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if hasattr(prompts, "columns"):  # iterating over a table gives the names of its columns
-        raise InvalidRequest(f"prompts must be one column of a table, as table['prompt'], not {type(prompts).__name__}")
-    several = None if prompts is None or isinstance(prompts, Set) else as_tuple(prompts)  # a set has no order
-    if several is None:
-        raise InvalidRequest(f"prompts must be a string, a list of token ids, or a list of those, not {shown(prompts)}")
-    if several and (isinstance(several[0], int) or as_int(several[0]) is not None):
-        return [several]
-    return list(several)
-
-
-def chat_prompt(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A conversation's token ids, ending where the model's turn begins. Raises InvalidRequest."""
-    return rendered_chat(tokenizer, messages)[1]
-
-
-def rendered_chat(tokenizer: Tokenizer | None, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
-    """What the template makes of a conversation, special tokens included, and its token ids. Raises InvalidRequest."""
-    if tokenizer is None:
-        raise InvalidRequest("chat needs a tokenizer with a chat template, and this model has no tokenizer files")
-    conversation = as_tuple(messages)
-    if not conversation:
-        raise InvalidRequest(f"a conversation must be a list of {MESSAGE}, not {shown(messages)}")
-    for i, message in enumerate(conversation):
-        if not isinstance(message, Mapping):
-            raise InvalidRequest(f"messages[{i}] must be {MESSAGE}, not {shown(message)}")
-    rendered = tokenizer.apply_chat_template([_message(i, each) for i, each in enumerate(conversation)])
-    return rendered, tokenizer.encode(rendered, add_special_tokens=False)
-
-
-def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """With its content as text, also if it comes in parts as OpenAI has them. Raises InvalidRequest."""
-    message = dict(given)
-    parts = message.get("content")
-    if isinstance(parts, (list, tuple)) and parts:
-        texts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts
-        ]
-        if None not in texts:
-            message["content"] = "\n".join(map(str, texts))
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            ways = "a string" if name == "role" else 'a string or a list of {"type": "text", "text": ...}'
-            raise InvalidRequest(f"messages[{place}] must have {name!r} as {ways}, not {shown(message.get(name))}")
-    return message
 
 
 def _progress_bar(total: int) -> "tqdm":

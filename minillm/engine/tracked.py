@@ -1,9 +1,11 @@
 """A request as the engine keeps it.  Lesson 10."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from minillm.request import Completion, Delta, Request
+from minillm.tokenizer import Tokenizer
 
 from .output_text import OutputText
 
@@ -20,6 +22,22 @@ class Tracked:
     output: OutputText | None = None  # set if text is needed token by token
     wants_text: bool = True  # False: the caller decodes the ids itself
     row: int = -1  # where it was last admitted
+
+    @classmethod
+    def of(
+        cls, request: Request, tokenizer: Tokenizer | None, listener: Listener | None, wants_text: bool
+    ) -> "Tracked":
+        """A request that arrives now; arguments as those of `Engine.prepare`."""
+        params = request.params
+        done = Completion(request.request_id, request.prompt.tolist(), arrival_time=time.perf_counter())
+        done.logprobs = None if params.logprobs is None else []
+        done.prompt_logprobs = None if params.prompt_logprobs is None else [None] * len(request.prompt)
+        output, locates = None, wants_text and params.logprobs is not None
+        if tokenizer is not None and (params.stop or locates or (listener is not None and wants_text)):
+            prompt = done.prompt_token_ids
+            output = OutputText(tokenizer, params.stop, params.min_tokens, prompt=prompt, locates=locates)
+            done.text_offsets = output.offsets
+        return cls(request, done, listener, output, wants_text)
 
     @property
     def watched(self) -> bool:

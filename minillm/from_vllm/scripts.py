@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minillm import request
-from minillm.engine import async_llm, llm
+from minillm.engine import async_llm, inputs, llm
 from minillm.engine.engine import Engine
 from minillm.errors import InvalidRequest, naming
 from minillm.request import RequestOptions as RequestOptions
@@ -118,7 +118,7 @@ class LLM(llm.LLM):
         Raises InvalidRequest.
         """
         params, progress = generate_arguments(params, options, progress, vllm)
-        each: list[Any] = [prompts] if isinstance(prompts, Mapping) else llm.as_prompts(prompts)
+        each: list[Any] = [prompts] if isinstance(prompts, Mapping) else inputs.as_prompts(prompts)
         for i in range(len(each)):
             with naming("prompt", i, len(each)):
                 each[i] = translated_prompt(each[i])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minillm import LLM, ConfigError, InvalidRequest, RequestOptions, SamplingParams
-from minillm.engine.llm import chat_prompt
+from minillm.engine.inputs import chat_prompt
 from minillm.tokenizer import TokenizerError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from minillm import SamplingParams, Tokenizer, cli
 from minillm.bench.ablation import torch_attention
 from minillm.cli import options
 from minillm.config import EngineConfig
-from minillm.engine.llm import chat_prompt
+from minillm.engine.inputs import chat_prompt
 from minillm.errors import ConfigError
 from minillm.from_vllm import command_line
 from minillm.model.loader import EMBEDDED

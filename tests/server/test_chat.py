@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from minillm.engine.llm import chat_prompt
+from minillm.engine.inputs import chat_prompt
 from minillm.request import SamplingParams
 from tests.waiting import TIMEOUT
 

@@ -14,7 +14,7 @@ import pytest
 
 import minillm
 from minillm import AsyncLLM, SamplingParams
-from minillm.engine.llm import chat_prompt
+from minillm.engine.inputs import chat_prompt
 from minillm.server import running
 from minillm.server.framing import Unpacker, pack
 from minillm.server.link import EngineError, Prompt, RemoteEngine, _Link

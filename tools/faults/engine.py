@@ -77,7 +77,7 @@ FAULTS = (
     ),
     Fault(
         "a chat starts with two beginning-of-text tokens",
-        "minillm/engine/llm.py",
+        "minillm/engine/inputs.py",
         "tokenizer.encode(rendered, add_special_tokens=False)",
         "tokenizer.encode(rendered)",
         "tests/engine/test_llm.py -k one_bos_token",
