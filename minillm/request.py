@@ -336,7 +336,7 @@ class Request:
     matcher: Matcher | None = None  # which tokens may come next; after the confirmed ones
     known: np.ndarray = field(init=False)  # [tokens] int32
     arrival: int = -1
-    place: tuple[float, int] = (0.0, 0)  # in the queue: the policy's key, then arrival
+    rank: tuple[float, int] = (0.0, 0)  # in the queue: the policy's key, then arrival
     row: int = -1
     keys: list[bytes] = field(default_factory=list)  # prefix keys of its first full blocks
     registered: int = 0  # blocks that others may find

@@ -7,6 +7,7 @@ from minillm.kv_cache.block_pool import BlockPoolError
 from .policies import PolicyError
 
 if TYPE_CHECKING:
+    from .admission import Refusal
     from .scheduler import Scheduler
 
 
@@ -26,9 +27,9 @@ def check(self: "Scheduler") -> None:
     assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"
 
 
-def stuck(self: "Scheduler") -> Exception:
-    """What to raise where work waits, nothing is in flight, and nothing may run."""
-    refused_by = "share" if len(self._runnable()) else self._refused_by
+def stuck(self: "Scheduler", refusal: "Refusal | None") -> Exception:
+    """Return the error to raise if work waits, nothing is in flight, and nothing may run."""
+    refused_by = refusal.by if refusal is not None and len(self._runnable()) == 0 else "share"
     counts = f"{len(self.order)} requests have a row, {len(self.waiting)} wait"
     if refused_by == "blocks":
         return BlockPoolError(

@@ -24,6 +24,7 @@ from minillm.kv_cache.block_pool import BlockPool, prefix_keys
 from minillm.kv_cache.block_tables import BlockTables, group_key
 from minillm.request import NOT_NUMBERS, Request
 
+from .admission import admit
 from .consistency import check, stuck
 from .fence import Fence
 from .policies import FirstComeFirstServed, Policy
@@ -37,8 +38,9 @@ class Scheduler:
     """Requests join in the order that `policy` gives; when blocks run out one is preempted, and recomputed later.
 
     windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`. stream: what a
-    row keeps where requests may be longer than max_model_len; see `kv_cache.attention_sinks`. max_prefill_tokens: in
-    a step, apart from decodes, because every stream waits for the whole step; 0 for no limit but the step's.
+    row keeps where requests may be longer than max_model_len; see `kv_cache.attention_sinks`. max_prefill_tokens:
+    the most prompt tokens in a step that also decodes, so that running streams never wait long. 0: only the step's own
+    limit applies.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Scheduler:
         self.stream = stream
         self.block_size, self.prefix_caching = block_size, prefix_caching
         self.policy: Policy = policy or FirstComeFirstServed()
-        self.rows, self.max_model_len, self.windows = max_num_seqs, max_model_len, windows
+        self.max_num_seqs, self.max_model_len, self.windows = max_num_seqs, max_model_len, windows
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
         self.trace: Trace | None = None  # `Trace.watch` puts one here
@@ -73,7 +75,7 @@ class Scheduler:
 
     def _start(self, pool: BlockPool) -> None:
         """Nothing waits, no row is taken, and no block of `pool` is used."""
-        rows, self.pool = self.rows, pool
+        rows, self.pool = self.max_num_seqs, pool
         self.requests: list[Request | None] = [None] * rows
         if self.stream is None:
             self.tables = BlockTables(
@@ -96,7 +98,6 @@ class Scheduler:
         self.waiting: list[Request] = []  # in the order in which they are to be admitted
         self._free_rows = list(range(rows - 1, -1, -1))
         self.fence = Fence()
-        self._refused_by = ""  # what last kept a waiting request out: admits, share or blocks
         self._lacking: tuple[Request | None, int] = (None, 0)  # a waiting request, and the blocks that it waits for
         self._new_rows: list[NewRow] = []
 
@@ -124,13 +125,13 @@ class Scheduler:
         self.validate(request)
         request.arrival = self._arrivals
         self._arrivals += 1
-        request.place = (self.policy.key(request), request.arrival)
+        request.rank = (self.policy.key(request), request.arrival)
         self._queue(request)
         if self.trace is not None:
             self.trace.submit(request)
 
     def _queue(self, request: Request) -> None:
-        insort(self.waiting, request, key=attrgetter("place"))
+        insort(self.waiting, request, key=attrgetter("rank"))
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request now, wherever it is. Steps in flight may still run its row; what they yield is dropped."""
@@ -180,19 +181,25 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can be launched before a step in flight has been read."""
+        # Running requests go first, and preempt the last of them if blocks run out.
         rows, queries, budget = self._share_budget(self._runnable())
         while not self._grow(rows, queries):
             if self.in_flight:
                 return None  # reading may finish requests, which is cheaper than preempting one
             self._preempt()
             rows, queries, budget = self._share_budget(self._runnable())
-        admitted = self._admit(budget)
+
+        # Waiting requests join with what is left of the budget.
+        admitted, refusal = self._admit(budget)
         if admitted:
             rows = np.concatenate([rows, np.array([row for row, _ in admitted], np.int32)])
             queries = np.concatenate([queries, np.array([count for _, count in admitted], np.int32)])
+        if refusal is not None and refusal.by == "blocks":
+            self._lacking = refusal.lacking
+
         if len(rows) == 0:
             if self.has_work and not self.in_flight:
-                raise stuck(self)
+                raise stuck(self, refusal)
             return None
         step = self._launch(rows, queries)
         if step.decodes < len(rows):
@@ -227,10 +234,10 @@ class Scheduler:
         if not short.any():
             return True
         self._release_hidden(rows[short])
-        given = self.tables.grow(rows[short], ends[short], self.pool)
-        if given is not None and self.trace is not None:
-            self.trace.grow(*given)
-        return given is not None
+        entries = self.tables.grow(rows[short], ends[short], self.pool)
+        if entries is not None and self.trace is not None:
+            self.trace.grow(*entries)
+        return entries is not None
 
     def _release_hidden(self, rows: np.ndarray) -> None:
         """Free the blocks that no later query of these rows can see, once the steps in flight have been read."""
@@ -248,7 +255,7 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Send the request that comes last back into the queue. Nothing is in flight: its tokens are all known."""
-        self._requeue(max((each for each in self.requests if each is not None), key=attrgetter("place")))
+        self._requeue(max((each for each in self.requests if each is not None), key=attrgetter("rank")))
 
     def _requeue(self, request: Request) -> None:
         """Send a request back into the queue, with its confirmed tokens."""
@@ -260,45 +267,7 @@ class Scheduler:
         if self.trace is not None:
             self.trace.preempt(request, row, self.launched)
 
-    def _admit(self, budget: int) -> list[tuple[int, int]]:
-        """Move waiting requests into rows while budget, rows and blocks last: (row, tokens to run) of each."""
-        admitted: list[tuple[int, int]] = []
-        if not self.policy.admits(len(self.order)):
-            self._refused_by = "admits"
-            return admitted
-        while self.waiting and budget > 0 and self._free_rows:
-            request = self.waiting[0]
-            # Rows take a block every block_size steps: leave what they are expected to take in the next one.
-            reserve = -(-len(self.order) // self.block_size) * self.tables.groups
-            if request is self._lacking[0] and self._lacking[1] + reserve > self.pool.available:
-                self._refused_by = "blocks"  # as last time; a prefix lookup costs more than a step of decodes
-                break
-            known, shared = len(request.known), self._find_prefix(request)
-            start = len(shared[0]) * self.block_size
-            computed, all_known = np.array([[start], [known]], np.int32)
-            count = int(self.policy.share(self.tables.pending(computed, all_known), budget)[0])
-            if count == 0:
-                self._refused_by = "share"
-                break
-            cached = [block for blocks in shared for block in blocks if block >= 0]
-            held, needed = self.tables.needed(known, shared, count)
-            needed += self.pool.unreferenced(cached)
-            if needed + reserve > self.pool.available:
-                self._refused_by, self._lacking = "blocks", (request, needed)
-                break
-            self.pool.share(cached)
-            del self.waiting[0]
-            row = self._occupy(request, start)
-            blocks = self.tables.occupy(row, shared, held, self.pool)
-            if self.trace is not None:
-                self.trace.admit(self, request, blocks)
-            self.prefix_hits += start
-            self.prefix_queries += known if self._shares(request) else 0
-            budget -= count
-            admitted.append((row, count))
-            # The next to be admitted may share what this step is going to write.
-            self._register(request, start + count)
-        return admitted
+    _admit = admit
 
     def _find_prefix(self, request: Request) -> list[list[int]]:
         """Cached blocks of the request's beginning, [groups][blocks]. At least one token is left to compute."""
@@ -356,9 +325,9 @@ class Scheduler:
             accepted = np.full(len(sampling), tokens.shape[1])
         if step.queries_per_decode > 1:
             self._reject(step, accepted)
-        for place in range(tokens.shape[1]):
-            going = (self.confirmed[sampling] > 0) & (accepted > place)  # rows that ended meanwhile have confirmed none
-            ended += self._confirm(sampling[going], tokens[going, place])
+        for i in range(tokens.shape[1]):
+            going = (self.confirmed[sampling] > 0) & (accepted > i)  # rows that ended meanwhile have confirmed none
+            ended += self._confirm(sampling[going], tokens[going, i])
         self._open_fence()
         return ended
 
@@ -436,7 +405,7 @@ class Scheduler:
         request.borrowed = computed > 0
         self.prompt[row], self.limit[row] = len(request.prompt), request.limit
         stops = request.stop_ids
-        if len(stops) >= self.stop_ids.shape[1]:  # one place stays -1
+        if len(stops) >= self.stop_ids.shape[1]:  # one entry stays -1
             wider = np.full((len(self.requests), len(stops) + 1), -1, np.int32)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
             self.stop_ids = wider
@@ -446,8 +415,8 @@ class Scheduler:
         if request.matcher is not None:
             self.matchers[row] = request.matcher
         self.arrival[row] = request.arrival
-        place = int(np.searchsorted(self.arrival[self.order], request.arrival))
-        self.order = np.insert(self.order, place, row)
+        index = int(np.searchsorted(self.arrival[self.order], request.arrival))
+        self.order = np.insert(self.order, index, row)
         self._new_rows.append(
             NewRow(row, request.known, len(request.prompt), request.params, request.seed, request.stop_ids)
         )

@@ -3,6 +3,7 @@
 from . import Fault
 
 SCHEDULER, POLICIES = "minillm/scheduler/scheduler.py", "minillm/scheduler/policies.py"
+ADMISSION = "minillm/scheduler/admission.py"
 
 FAULTS = (
     Fault(
@@ -28,14 +29,14 @@ FAULTS = (
     ),
     Fault(
         "an admission takes only one token from the budget",
-        SCHEDULER,
+        ADMISSION,
         "budget -= count",
         "budget -= 1",
         "tests/scheduler/test_scheduler.py tests/scheduler/test_policies.py",
     ),
     Fault(
         "no blocks are reserved at admission",
-        SCHEDULER,
+        ADMISSION,
         "if needed + reserve > self.pool.available:",
         "if needed > self.pool.available:",
         "tests/scheduler/test_scheduler.py -k leaves_the_blocks",
