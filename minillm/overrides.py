@@ -19,7 +19,7 @@ from typing import Any
 from minillm.errors import MinillmError
 
 # Importing these modules registers their parts.
-HOMES = ("ops.table", "tokenizer.bpe", "scheduler.replaceable", "quantization.methods.replaceable")
+HOMES = ("ops.table", "tokenizer.bpe", "scheduler.checked", "quantization.methods.replaceable")
 
 
 class OverrideError(MinillmError, ValueError):

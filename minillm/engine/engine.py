@@ -30,7 +30,7 @@ from minillm.runner.executor import Executor, Facts, LocalExecutor
 from minillm.runner.launched import Results, StepInFlight
 from minillm.runner.plan import Plan
 from minillm.runner.sampler import derived_seed
-from minillm.scheduler import replaceable
+from minillm.scheduler.checked import PARTS
 from minillm.scheduler.policies import POLICIES
 from minillm.scheduler.scheduler import Scheduler
 from minillm.scheduler.step import Step
@@ -103,7 +103,7 @@ class Engine:
         self.forked = False  # True in a child process, where none of the engine's threads runs
         _engines.add(self)
         # What made the scheduler's policy and block pool; None: they are made again for the next request.
-        self._adopted: tuple[Callable, ...] | None = replaceable.PARTS.functions
+        self._adopted: tuple[Callable, ...] | None = PARTS.functions
         self.scheduler = self._make_scheduler(None, *self._adopted)
         self.grammars.wait()  # so that no request does
 
@@ -142,7 +142,7 @@ class Engine:
 
     def _adopt(self) -> None:
         """Use a scheduler with the policy and block pool that `using` has set. Call it only while no request runs."""
-        functions = replaceable.PARTS.functions
+        functions = PARTS.functions
         if functions != self._adopted:
             while self.in_flight:  # launched ahead of the last request's end
                 self._read(self.in_flight.popleft())
@@ -324,7 +324,7 @@ class Engine:
             self.in_flight.clear()
             requests = [tracked.request for tracked in self.tracked.values()]
             self.scheduler.reset(requests, BlockPool(self.facts.num_blocks))
-            if self._adopted != replaceable.PARTS.own:
+            if self._adopted != PARTS.own:
                 self._adopted = None  # user-supplied parts are created again for the next request
             for tracked in list(self.tracked.values()):
                 with suppress(Exception):  # one failing listener must not keep the other requests waiting

@@ -92,7 +92,7 @@ def streaming(
             "tokens": len(found),
             "context": context,
             "length": len(ids),
-            "blocks_of_a_row": stream and stream.room,
+            "blocks_of_a_row": stream and stream.max_blocks,
             **more,
         }
 

@@ -6,9 +6,10 @@ after the sinks is evicted, and the columns after it move up by one. Because key
 rotary embedding, and attention rotates them by their position in the row. So positions count tokens in the cache, and
 never reach the end of the context.
 
-When the token at position p is computed, max(0, p // block_size + 1 - room) blocks have been evicted. This depends only
-on the position, so a stream has the same keys and values whether it runs at once, in chunks, or again after preemption.
-The cost: after the first `room` blocks, no step computes tokens of a row, prompts included, beyond the end of a block.
+When the token at position p is computed, max(0, p // block_size + 1 - max_blocks) blocks have been evicted. This
+depends only on the position, so a stream has the same keys and values whether it runs at once, in chunks, or again
+after preemption. The cost: after the first `max_blocks` blocks, no step computes tokens of a row, prompts included,
+beyond the end of a block.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 
 from .block_pool import BlockPool
@@ -40,28 +40,37 @@ class Stream:
     window: int  # newest full blocks
 
     @property
-    def room(self) -> int:
+    def max_blocks(self) -> int:
         """The most blocks that a row holds: those, and the block that is being filled."""
         return self.sinks + self.window + 1
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int, windows: Sequence[int | None]) -> "Stream | None":
-        """The stream that a config sets, or None. windows: of the model's layers. Raises ConfigError."""
-        if config.attention_window is None or config.attention_sinks is None:
+    def of(
+        cls,
+        attention_sinks: int | None,
+        attention_window: int | None,
+        block_size: int,
+        max_model_len: int,
+        windows: Sequence[int | None],
+    ) -> "Stream | None":
+        """Round an engine's options, in tokens, up to blocks. None: its requests are no streams.
+
+        windows: of the model's layers. Raises ConfigError if the model or its context does not allow the stream.
+        """
+        if attention_sinks is None or attention_window is None:
             return None
         if any(windows):
             raise ConfigError(
                 "attention_sinks and attention_window are for models whose layers all see the whole context, and this "
                 "one has layers with a sliding window; leave both out"
             )
-        size = config.block_size
-        stream = cls(-(-config.attention_sinks // size), -(-config.attention_window // size))
-        if stream.room * size > max_model_len:
-            fitting = (max_model_len // size - 1 - stream.sinks) * size
+        stream = cls(-(-attention_sinks // block_size), -(-attention_window // block_size))
+        if stream.max_blocks * block_size > max_model_len:
+            fitting = (max_model_len // block_size - 1 - stream.sinks) * block_size
             way = f"attention_window={fitting} would fit" if fitting > 0 else "lower attention_sinks or block_size"
             raise ConfigError(
-                f"attention_sinks={config.attention_sinks} and attention_window={config.attention_window} are "
-                f"{stream.room} blocks of {size} tokens with the one being filled, more than max_model_len="
+                f"attention_sinks={attention_sinks} and attention_window={attention_window} are "
+                f"{stream.max_blocks} blocks of {block_size} tokens with the one being filled, more than max_model_len="
                 f"{max_model_len}; {way}"
             )
         return stream
@@ -71,20 +80,20 @@ class StreamTables(BlockTables):
     """Block tables whose columns move up when a row evicts a block: its `gone` evicted blocks have no columns."""
 
     def __init__(self, rows: int, stream: Stream, block_size: int):
-        super().__init__(rows, stream.room * block_size, block_size, (None,), 1)
+        super().__init__(rows, stream.max_blocks * block_size, block_size, (None,), 1)
         self.stream = stream
         self.slides = True
         self._moved: list[tuple[np.ndarray, np.ndarray]] = []
 
     def most(self, tokens: int) -> int:
-        return min(self.count(tokens), self.stream.room)
+        return min(self.count(tokens), self.stream.max_blocks)
 
     def hidden(self, computed: np.ndarray) -> np.ndarray:
-        return np.maximum(computed // self.block_size + 1 - self.stream.room, 0)[None]
+        return np.maximum(computed // self.block_size + 1 - self.stream.max_blocks, 0)[None]
 
     def pending(self, computed: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Only up to the next eviction: within a step, each key of a row must keep its position."""
-        end = np.maximum(computed // self.block_size + 1, self.stream.room) * self.block_size
+        end = np.maximum(computed // self.block_size + 1, self.stream.max_blocks) * self.block_size
         return np.minimum(known, end) - computed
 
     def moved(self, rows: np.ndarray) -> np.ndarray:
@@ -102,14 +111,14 @@ class StreamTables(BlockTables):
 
     def find_prefix(self, pool: BlockPool, keys: Sequence[bytes]) -> list[list[int]]:
         """As the base class, but leaves at least one block of a full row to compute, which then gets a column."""
-        return super().find_prefix(pool, keys[: self.stream.room - 1])
+        return super().find_prefix(pool, keys[: self.stream.max_blocks - 1])
 
     def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:
         held = self.most(known)
         return np.array([held]), held - len(shared[0])
 
     def expire(self, rows: np.ndarray, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        first, last = self.stream.sinks, self.stream.room - 1
+        first, last = self.stream.sinks, self.stream.max_blocks - 1
         assert (self.hidden(computed)[0] == self.gone[0, rows] + 1).all(), "a row ran past a block's end"
         dropped = self.blocks[0, rows, first]
         self.blocks[:, rows, first:last] = self.blocks[:, rows, first + 1 :]
@@ -133,5 +142,5 @@ class StreamTables(BlockTables):
     def check(self, row: int, computed: int) -> None:
         held, gone = int(self.held[0, row]), int(self.gone[0, row])
         assert computed <= self.covered[row] == held * self.block_size, f"row {row}: tokens without a block"
-        assert held - gone <= self.stream.room, f"row {row}: more blocks than a stream keeps"
+        assert held - gone <= self.stream.max_blocks, f"row {row}: more blocks than a stream keeps"
         assert gone <= self.hidden(np.array([computed]))[0, 0], f"row {row}: a block was evicted too early"

@@ -40,10 +40,11 @@ class Runner:
 
     def __init__(self, model: Model, config: DeviceConfig, max_model_len: int):
         self.model = model
-        self.stream = Stream.of(config, max_model_len, model.config.windows)
         windows, chunk = model.groups.windows, config.max_num_batched_tokens
         rows, block_size = config.max_num_seqs, config.block_size
-        width = self.stream.room if self.stream else -(-max_model_len // block_size)
+        sizes = config.attention_sinks, config.attention_window, block_size
+        self.stream = Stream.of(*sizes, max_model_len, model.config.windows)
+        width = self.stream.max_blocks if self.stream else -(-max_model_len // block_size)
         try:
             self.state = RowState(rows, max_model_len, len(windows), width, block_size, model.device)
         except (RuntimeError, MemoryError) as error:  # how torch and NumPy report that memory is exhausted
@@ -58,7 +59,7 @@ class Runner:
             return self._make_graphs(config, caches)
 
         def blocks(tokens: int) -> int:
-            return self.stream.room if self.stream else blocks_held(tokens, windows, block_size, chunk)
+            return self.stream.max_blocks if self.stream else blocks_held(tokens, windows, block_size, chunk)
 
         request = blocks(max_model_len)
         self.num_blocks = self.memory.blocks_that_fit(config, request, blocks(block_size), make_graphs)

@@ -8,8 +8,8 @@ from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.request import Request, RequestOptions, SamplingParams
 from minillm.scheduler import Scheduler
+from minillm.scheduler.checked import CheckedPolicy
 from minillm.scheduler.policies import POLICIES, FirstComeFirstServed, PolicyError, ShortestPromptFirst
-from minillm.scheduler.replaceable import CheckedPolicy
 from tests.chance import SEED
 
 

@@ -85,7 +85,7 @@ class StreamMachine(SchedulerMachine):
         policy=st.sampled_from([*SCHEDULES, "short chunks"]),
     )
     def start(self, stream, block_size, **options):
-        super().start(stream=stream, block_size=block_size, max_model_len=stream.room * block_size, **options)
+        super().start(stream=stream, block_size=block_size, max_model_len=stream.max_blocks * block_size, **options)
 
     def expected(self, request):
         return expected_stream(request.prompt, request.limit, self.scheduler.stream, self.scheduler.block_size)
@@ -138,7 +138,7 @@ class RunsAcrossADrop(StreamTables):
         found = []
         for row, at in zip(rows, computed, strict=True):
             while self.hidden(at)[0] > self.gone[0, row]:
-                due = (self.gone[0, [row]] + self.stream.room) * self.block_size
+                due = (self.gone[0, [row]] + self.stream.max_blocks) * self.block_size
                 found.append((row, *super().expire(np.array([row]), due)[1]))
         rows, blocks = np.array(found, np.int32).reshape(-1, 2).T
         return rows, blocks

@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         "a stream releases its sinks",
         STREAMS,
-        "first, last = self.stream.sinks, self.stream.room - 1",
-        "first, last = 0, self.stream.room - 1",
+        "first, last = self.stream.sinks, self.stream.max_blocks - 1",
+        "first, last = 0, self.stream.max_blocks - 1",
         "tests/kv_cache/test_attention_sinks.py -k definition_under",
     ),
     Fault(

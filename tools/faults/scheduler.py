@@ -106,7 +106,7 @@ FAULTS = (
     ),
     Fault(
         "a custom policy may exceed the budget by one token",
-        "minillm/scheduler/replaceable.py",
+        "minillm/scheduler/checked.py",
         "elif given.sum() > budget:",
         "elif given.sum() > budget + 1:",
         "tests/scheduler/test_policies.py -k may_not_exceed",

@@ -10,8 +10,8 @@ import minillm
 from minillm import LLM, AsyncLLM, NotSolvedYet, SamplingParams
 from minillm.kv_cache import BlockPool, BlockPoolError
 from minillm.overrides import OverrideError
+from minillm.scheduler.checked import PARTS
 from minillm.scheduler.policies import FirstComeFirstServed, PolicyError
-from minillm.scheduler.replaceable import PARTS
 from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 PROMPTS = [list(range(5, 5 + length)) for length in (9, 2, 40, 5, 17, 33)]
