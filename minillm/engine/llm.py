@@ -57,14 +57,14 @@ class LLM:
         each_params = one_for_each(params, SamplingParams, count)
         each_options = one_for_each(options, RequestOptions, count)
         batch: list[Tracked] = []
-        first: list[int] = []  # the place in the batch of each prompt's first choice
-        for i, (prompt, wanted, option) in enumerate(zip(each_prompt, each_params, each_options, strict=True)):
+        first: list[int] = []  # each prompt's first choice, as an index of the batch
+        for i, (prompt, sampling, option) in enumerate(zip(each_prompt, each_params, each_options, strict=True)):
             first.append(len(batch))
             with naming("prompt", i, count):
-                several = isinstance(wanted, SamplingParams) and wanted.n > 1
+                several = isinstance(sampling, SamplingParams) and sampling.n > 1
                 batch += [
                     engine.prepare(prompt, choice, option)
-                    for choice in (wanted.choices(wanted.n) if wanted and several else [wanted])
+                    for choice in (sampling.choices(sampling.n) if sampling and several else [sampling])
                 ]
         bar = _progress_bar(len(batch)) if progress else None
         try:

@@ -67,6 +67,6 @@ class LaunchedStep:
         for scores in self._logprobs:
             results.logprobs |= zip(scores.rows.tolist(), as_dicts(scores.ids, scores.values), strict=True)
         for each in self._prompts:
-            found = None if each.values.isnan().any() else as_dicts(each.ids, each.values)
-            results.prompt_logprobs[each.row] = (each.position, found)
+            logprobs = None if each.values.isnan().any() else as_dicts(each.ids, each.values)
+            results.prompt_logprobs[each.row] = (each.position, logprobs)
         return results

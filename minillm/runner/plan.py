@@ -80,9 +80,9 @@ class Plan:
             raise ConfigError(f"cannot read the plan {path} ({error.strerror}); `minillm build` writes one") from None
         except ValueError as error:
             raise ConfigError(f"the plan {path} is damaged: it is not JSON ({error}); {AGAIN}") from None
-        found = content.get("format") if isinstance(content, dict) else None
-        if found != FORMAT:
-            raise ConfigError(f"{path} has format {found!r}, but this minillm reads format {FORMAT}; {AGAIN}")
+        format = content.get("format") if isinstance(content, dict) else None
+        if format != FORMAT:
+            raise ConfigError(f"{path} has format {format!r}, but this minillm reads format {FORMAT}; {AGAIN}")
         try:
             plan = cls(**content | {"traffic": Traffic(**content["traffic"])})
             plan._check_parts()
@@ -116,10 +116,10 @@ class Plan:
         self.check(model, device)
         defaults = EngineConfig()
         for name, value in self.options.items():
-            given = getattr(config, name)
-            if given not in (getattr(defaults, name), value):
+            asked = getattr(config, name)
+            if asked not in (getattr(defaults, name), value):
                 raise ConfigError(
-                    f"the plan was made for {name}={value!r}, not {given!r}: leave {name} out, or {self._rebuild()}"
+                    f"the plan was made for {name}={value!r}, not {asked!r}: leave {name} out, or {self._rebuild()}"
                 )
         return replace(config, **self.options)
 
@@ -128,11 +128,11 @@ class Plan:
         here = {"GPU": _words(gpu_here(device)), **versions_here()}
         there = {"GPU": _words(self.gpu), **self.versions}
         reasons = [f"{name} {there.get(name)} (here: {here[name]})" for name in here if there.get(name) != here[name]]
-        wanted = shape(model)
+        shape_here = shape(model)
         reasons += [
-            f"a model with {name} {self.model.get(name)!r} (this one: {wanted[name]!r})"
+            f"a model with {name} {self.model.get(name)!r} (this one: {shape_here[name]!r})"
             for name in SHAPE
-            if self.model.get(name) != wanted[name]
+            if self.model.get(name) != shape_here[name]
         ]
         if reasons:
             raise ConfigError(f"the plan was made for {', '.join(reasons)}; {self._rebuild()}, or run without a plan")
@@ -173,11 +173,11 @@ def gpu_here(device: str) -> dict[str, Any] | None:
         return None
     import torch
 
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
-        "name": found.name,
-        "capability": f"{found.major}.{found.minor}",
-        "memory_gib": round(found.total_memory / 2**30),
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30),
     }
 
 

@@ -143,15 +143,15 @@ class Runner:
         return launched
 
     def _run_mixed(self, step: Step, prompts: list[int]) -> LaunchedStep:
-        """Launch a step kernel by kernel. prompts: places of the rows whose prompts are scored."""
+        """Launch a step kernel by kernel. prompts: indices of the rows whose prompts are scored."""
         last = np.cumsum(step.queries) - 1
         index = last[step.samples]
         if prompts:
-            wanted = np.zeros(last[-1] + 1, bool)
-            wanted[index] = True
+            used = np.zeros(last[-1] + 1, bool)
+            used[index] = True
             for i in prompts:
-                wanted[last[i] - step.queries[i] + 1 : last[i] + 1] = True
-            index = np.nonzero(wanted)[0]
+                used[last[i] - step.queries[i] + 1 : last[i] + 1] = True
+            index = np.nonzero(used)[0]
         hidden = self.model.forward(pack(step, self.state, index, streams=self.stream is not None), self.caches)
         scores = []
         for i in prompts:

@@ -41,7 +41,7 @@ class RowState:
         self.seed = column(rows + 1, dtype=torch.int64)
         self.temperature = column(rows + 1, dtype=torch.float32)
         self.padding = rows
-        # On the host: captured steps write each row's newest tokens here, at their places modulo the ring's size.
+        # On the host: captured steps write each row's newest tokens here, at their positions modulo the ring's size.
         self.arrived = torch.zeros((rows + 1, MOST_AHEAD + 1), dtype=torch.int32)
         if device.type == "cuda":
             self.arrived = self.arrived.pin_memory()  # so that kernels can write to it
@@ -63,8 +63,8 @@ class RowState:
         for row, mask in step.masks.items():
             self.sampling.mask[row] = mask
         if step.table_changes is not None:
-            *places, blocks = step.table_changes
-            rows, columns, sent = self.send(*places, blocks.ravel())
+            *entries, blocks = step.table_changes
+            rows, columns, sent = self.send(*entries, blocks.ravel())
             self.block_table[:, rows, columns] = sent.view(blocks.shape).int()
 
     def fill(self, new_rows: Sequence[NewRow]) -> None:
@@ -83,20 +83,20 @@ class RowState:
         temperatures = np.array([new.params.temperature for new in new_rows], np.float32)
         self.temperature[rows] = self.to_device(temperatures)
 
-    def store(self, rows: np.ndarray, places: np.ndarray, tokens: Tensor) -> Tensor:
-        """Write each row's new token [n] to its place in the row. Returns them as the next step's inputs.
+    def store(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> Tensor:
+        """Write each row's new token [n] to its position in the row. Returns them as the next step's inputs.
 
         For -1, no token, that is 0: the row's request is about to end, but steps that run ahead still look it up.
         """
         tokens = tokens.clamp(min=0)
         if len(rows):
-            self.keep_tokens(int(places.max()))
-            self.tokens[self.send(rows, places)] = tokens.to(torch.int32)
+            self.keep_tokens(int(positions.max()))
+            self.tokens[self.send(rows, positions)] = tokens.to(torch.int32)
         return tokens
 
-    def read(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """The tokens [n] int64 that a captured step wrote to these places of the rows; on a GPU, after it has run."""
-        return self.arrived.numpy()[rows, places % self.arrived.shape[1]].astype(np.int64)
+    def read(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Tokens [n] int64 that a captured step wrote to these positions of the rows; on a GPU, after it has run."""
+        return self.arrived.numpy()[rows, positions % self.arrived.shape[1]].astype(np.int64)
 
     def keep_tokens(self, count: int) -> None:
         """Make room for one token after the first `count` tokens of a row. Only streams outgrow a row."""

@@ -61,17 +61,17 @@ class CheckedPolicy:
         pending.flags.writeable = False
         answer = self.part.share(pending, budget)
         pending.flags.writeable = True
-        given = np.asarray(answer)
-        if given.shape != pending.shape or given.dtype.kind not in "iu":
+        shares = np.asarray(answer)
+        if shares.shape != pending.shape or shares.dtype.kind not in "iu":
             wrong = f"one whole number for each of {len(pending)} rows was asked for"
-        elif (given < 0).any() or (given > pending).any():
+        elif (shares < 0).any() or (shares > pending).any():
             wrong = "each must be from 0 to what is pending"
-        elif given.sum() > budget:
-            wrong = f"that is {int(given.sum())} tokens in all"
+        elif shares.sum() > budget:
+            wrong = f"that is {int(shares.sum())} tokens in all"
         else:
-            return given.astype(np.int32, copy=False)
+            return shares.astype(np.int32, copy=False)
         call = f"share(pending={_shown(pending)}, budget={budget})"
-        raise PolicyError(f"policy {self.name}: {call} gave {_shown(given)}; {wrong}")
+        raise PolicyError(f"policy {self.name}: {call} gave {_shown(shares)}; {wrong}")
 
 
 class CheckedPool:
@@ -162,8 +162,8 @@ class CheckedPool:
         if hasattr(self.part, "watch_evictions"):
             self.part.watch_evictions(on_evict)
 
-    def _known(self, method: str, given: Iterable[int]) -> list[int]:
-        blocks = np.array(list(given))
+    def _known(self, method: str, answer: Iterable[int]) -> list[int]:
+        blocks = np.array(list(answer))
         if len(blocks) and (blocks.dtype.kind not in "iu" or blocks.min() < 0 or blocks.max() >= self.num_blocks):
             raise BlockPoolError(
                 f"{self.name}.{method} gave {blocks.tolist()}; blocks go from 0 to {self.num_blocks - 1}"

@@ -18,7 +18,7 @@ def check(self: "Scheduler") -> None:
     tables = [self.tables.of(request.row).tolist() for request in running]
     self.pool.check(block for blocks in [*tables, self.fence.blocks] for block in blocks)
     rows = [r.row for r in running] + self.fence.rows + self._free_rows
-    assert sorted(rows) == list(range(len(self.requests))), "a row is lost or in two places"
+    assert sorted(rows) == list(range(len(self.requests))), "a row is lost or counted twice"
     for request in running:
         row = request.row
         assert self.computed[row] <= self.known[row], f"row {row}: tokens out of order"

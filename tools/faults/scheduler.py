@@ -107,8 +107,8 @@ FAULTS = (
     Fault(
         "a custom policy may exceed the budget by one token",
         "minillm/scheduler/checked.py",
-        "elif given.sum() > budget:",
-        "elif given.sum() > budget + 1:",
+        "elif shares.sum() > budget:",
+        "elif shares.sum() > budget + 1:",
         "tests/scheduler/test_policies.py -k may_not_exceed",
     ),
     Fault(
