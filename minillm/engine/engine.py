@@ -16,8 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-import torch
-
 from minillm.config import DeviceConfig, EngineConfig, EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.grammar import Grammars
@@ -457,6 +455,3 @@ class Engine:
         self.executor.close()
         if self.trace is not None:
             self.trace.close()
-        del self.executor
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()

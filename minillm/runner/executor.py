@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from minillm.config import DeviceConfig
 from minillm.cores import OtherPrograms
 from minillm.kernels import launch_configs
@@ -124,9 +126,15 @@ class LocalExecutor:
 
     def close(self) -> None:
         self.runner.close()
+        del self.runner
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     @contextmanager
     def _tuned(self) -> Iterator[None]:
-        """Kernels take their launch configurations from the plan inside the block."""
+        """Use the plan's launch configurations inside the block.
+
+        They are in a table of the thread's, because an operation's arguments say nothing of the engine that calls it.
+        """
         with launch_configs.using(self._table):
             yield
