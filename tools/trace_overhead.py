@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from minillm.bench import records, workloads  # noqa: E402
 from minillm.bench.offline import Minillm  # noqa: E402
-from minillm.trace import Trace  # noqa: E402
+from minillm.trace.record import NO_TRACE, Trace  # noqa: E402
 
 HOOKS = ("submit", "admit", "grow", "register", "release", "preempt", "finish", "launch", "arrived")
 HOOKS += ("reset", "flush", "write_in_time")
@@ -62,7 +62,7 @@ def measure(engine: Minillm, work: list, pairs: int, timed: int, folder: Path) -
     """Rows without a trace, with one in memory, with one in a file. timed: runs of each kind with timed hooks."""
     scheduler, file = engine.llm.engine.scheduler, folder / "trace.jsonl"
     traces = {
-        "none": lambda: None,
+        "none": lambda: NO_TRACE,
         "memory": Trace,
         "file": lambda: Trace(file),
         "memory, timed": lambda: Timed(None),
@@ -71,14 +71,13 @@ def measure(engine: Minillm, work: list, pairs: int, timed: int, folder: Path) -
 
     def run(kind: str) -> dict:
         engine.llm.engine.trace = trace = traces[kind]()
-        if trace is not None:
-            trace.watch(scheduler)
+        trace.watch(scheduler)
         begun = time.perf_counter()
         seconds = engine.run(work, 1.0)
-        if trace is None:
+        if trace is NO_TRACE:
             return {"seconds": seconds}
         trace.close()
-        scheduler.trace = None
+        scheduler.trace = NO_TRACE
         scheduler.pool.watch_evictions(None)
         facts = {"seconds": seconds, "events": len(trace.events)}
         if isinstance(trace, Timed):

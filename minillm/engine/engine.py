@@ -163,8 +163,7 @@ class Engine:
         )
         if before is not None:
             scheduler.count_on_from(before)
-        if self.trace is not None:
-            self.trace.watch(scheduler)
+        self.trace.watch(scheduler)
         return scheduler
 
     def warm_up(self) -> None:
@@ -301,17 +300,12 @@ class Engine:
                     self._scheduled(new.row, step)
                 self.in_flight.append(self.executor.launch(step))
             if self.in_flight:
-                if self.trace is not None:
-                    self.trace.write_in_time()
+                self.trace.write_in_time()
                 self._read(self.in_flight.popleft())
             finished, self._finished = self._finished, []
             if not self.has_work:
-                self._flush_trace()
+                self.trace.flush()
             return finished
-
-    def _flush_trace(self) -> None:
-        if self.trace is not None:
-            self.trace.flush()
 
     @contextmanager
     def _or_reset(self) -> Iterator[None]:
@@ -328,7 +322,7 @@ class Engine:
                 with suppress(Exception):  # one failing listener must not keep the other requests waiting
                     self._finish(tracked)
             self._finished.clear()
-            self._flush_trace()
+            self.trace.flush()
             raise
 
     def _watch(self, tracked: Tracked, row: int) -> None:
@@ -453,5 +447,4 @@ class Engine:
             self.abort(tracked)
         self.in_flight.clear()
         self.executor.close()
-        if self.trace is not None:
-            self.trace.close()
+        self.trace.close()

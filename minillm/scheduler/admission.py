@@ -48,8 +48,7 @@ def admit(self: "Scheduler", budget: int) -> tuple[list[tuple[int, int]], Refusa
         del self.waiting[0]
         row = self._occupy(request, start)
         blocks = self.tables.occupy(row, shared, held, self.pool)
-        if self.trace is not None:
-            self.trace.admit(self, request, blocks)
+        self.trace.admit(self, request, blocks)
         self.prefix_hits += start
         self.prefix_queries += known if self._shares(request) else 0
         budget -= count

@@ -13,7 +13,6 @@ operations; Python loops run over events only: admit, finish, preempt.
 from bisect import insort
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,15 +22,13 @@ from minillm.kv_cache.attention_sinks import STREAM_TOKENS, Stream, StreamTables
 from minillm.kv_cache.block_pool import BlockPool, prefix_keys
 from minillm.kv_cache.block_tables import BlockTables, group_key
 from minillm.request import NOT_NUMBERS, Request
+from minillm.trace.record import NO_TRACE, Trace
 
 from .admission import admit
 from .consistency import check, stuck
 from .fence import Fence
 from .policies import FirstComeFirstServed, Policy
 from .step import NewRow, Step
-
-if TYPE_CHECKING:
-    from minillm.trace.record import Trace
 
 
 class Scheduler:
@@ -66,7 +63,7 @@ class Scheduler:
         self.max_num_seqs, self.max_model_len, self.windows = max_num_seqs, max_model_len, windows
         self.launched = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
-        self.trace: Trace | None = None  # `Trace.watch` puts one here
+        self.trace: Trace = NO_TRACE  # `Trace.watch` puts another here
         self.tokens_run = self.generated = 0  # tokens that steps were launched with, and that requests got
         self.preemptions = self.corrupted = 0  # corrupted: requests ended because their logits are not numbers
         self.prefix_queries = self.prefix_hits = 0  # tokens looked up in the cache at admission, and found
@@ -127,8 +124,7 @@ class Scheduler:
         self._arrivals += 1
         request.rank = (self.policy.key(request), request.arrival)
         self._queue(request)
-        if self.trace is not None:
-            self.trace.submit(request)
+        self.trace.submit(request)
 
     def _queue(self, request: Request) -> None:
         insort(self.waiting, request, key=attrgetter("rank"))
@@ -140,8 +136,7 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         row = request.row
         self.waiting.remove(request) if row < 0 else self._vacate(request)
-        if self.trace is not None:
-            self.trace.finish(request, row, self.launched)
+        self.trace.finish(request, row, self.launched)
 
     def reset(self, requests: Iterable[Request], pool: BlockPool) -> None:
         """Abort these requests, which are all there are, give up every step in flight, and go on with an empty pool.
@@ -155,12 +150,10 @@ class Scheduler:
                 request.known, request.row = self.tokens[row, : self.confirmed[row]].copy(), -1
             if request.finish_reason is None:
                 request.finish_reason = "abort"
-                if self.trace is not None:
-                    self.trace.finish(request, row, self.launched)
+                self.trace.finish(request, row, self.launched)
         self._start(pool)
         self.read = self.launched
-        if self.trace is not None:
-            self.trace.reset(self)
+        self.trace.reset(self)
 
     def count_on_from(self, before: "Scheduler") -> None:
         """Number steps and count events where another scheduler, of the same engine, ended."""
@@ -235,9 +228,10 @@ class Scheduler:
             return True
         self._release_hidden(rows[short])
         entries = self.tables.grow(rows[short], ends[short], self.pool)
-        if entries is not None and self.trace is not None:
-            self.trace.grow(*entries)
-        return entries is not None
+        if entries is None:
+            return False
+        self.trace.grow(*entries)
+        return True
 
     def _release_hidden(self, rows: np.ndarray) -> None:
         """Free the blocks that no later query of these rows can see, once the steps in flight have been read."""
@@ -249,8 +243,7 @@ class Scheduler:
         holders, blocks = self.tables.expire(rows, self.computed[rows])
         if len(blocks):
             self.fence.hold(self.launched, blocks.tolist())
-            if self.trace is not None:
-                self.trace.release(holders, blocks, self.launched)
+            self.trace.release(holders, blocks, self.launched)
             self._open_fence()
 
     def _preempt(self) -> None:
@@ -264,8 +257,7 @@ class Scheduler:
         self._queue(request)
         self._lacking = None, 0  # it may need fewer blocks than when it first waited: others share them now
         self.preemptions += 1
-        if self.trace is not None:
-            self.trace.preempt(request, row, self.launched)
+        self.trace.preempt(request, row, self.launched)
 
     _admit = admit
 
@@ -299,8 +291,7 @@ class Scheduler:
         step.table_changes = self.tables.take_changes()
         self._release_hidden(rows[decodes:])  # columns that move up for it do so in the next step
         self._new_rows = []
-        if self.trace is not None:
-            self.trace.launch(self, step)
+        self.trace.launch(self, step)
         return step
 
     # ---- reading a step
@@ -316,8 +307,7 @@ class Scheduler:
             "a step was launched ahead of one with several tokens a row: it continues from tokens that may be rejected"
         )
         self.read = step.number
-        if self.trace is not None:
-            self.trace.arrived(step.number)
+        self.trace.arrived(step.number)
         sampling, ended = step.sampling_rows, []
         if tokens.ndim == 1:
             tokens = tokens[:, None]
@@ -373,8 +363,7 @@ class Scheduler:
         retry, request.alone = request.borrowed, True
         blocks = [block for key in request.keys for block in self.tables.blocks_of(self.pool, key)]
         self.pool.forget(blocks)
-        if self.trace is not None and blocks:
-            self.trace.forget(blocks)
+        self.trace.forget(blocks)
         if retry:
             self._requeue(request)
         else:
@@ -459,8 +448,7 @@ class Scheduler:
             keys |= {block: group_key(key, group) for block, key in zip(blocks, request.keys[first:full], strict=True)}
         for block, key in keys.items():
             self.pool.register(block, key)
-        if self.trace is not None:
-            self.trace.register(self.pool, row, keys)
+        self.trace.register(self.pool, row, keys)
         request.registered = full
 
     check = check

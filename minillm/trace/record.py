@@ -79,7 +79,7 @@ class RecordedScheduler(Protocol):
     computed: np.ndarray
     limit: np.ndarray
     last_step: np.ndarray
-    trace: "Trace | None"
+    trace: "Trace"
 
     @property
     def pool(self) -> RecordedPool: ...
@@ -115,9 +115,11 @@ class Trace:
                 ) from None
 
     @classmethod
-    def of(cls, given: "str | PathLike[str] | Trace | None") -> "Trace | None":
-        """The trace for an engine's `trace` option: a Trace as given, a new one for a path, or None."""
-        return given if given is None or isinstance(given, Trace) else cls(given)
+    def of(cls, option: "str | PathLike[str] | Trace | None") -> "Trace":
+        """Return the trace that an engine's option names: a Trace itself, a new one for a path, NO_TRACE for None."""
+        if option is None:
+            return NO_TRACE
+        return option if isinstance(option, Trace) else cls(option)
 
     # ---- recording
 
@@ -161,7 +163,8 @@ class Trace:
             self._add("register", row, blocks)
 
     def forget(self, blocks: list[int]) -> None:
-        self._add("forget", blocks)
+        if blocks:
+            self._add("forget", blocks)
 
     def release(self, rows: np.ndarray, blocks: np.ndarray, step: int) -> None:
         """rows, blocks: [n], rows[i] releases blocks[i]; step: the last step that may still read them."""
@@ -242,6 +245,20 @@ class Trace:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Record nothing."""
+
+
+class NoTrace(Trace):
+    """Records nothing: the trace of an engine without one."""
+
+    watch = submit = admit = grow = register = forget = release = _nothing
+    preempt = finish = launch = arrived = reset = _nothing
+
+
+NO_TRACE = NoTrace()
 
 
 def _events(entry: tuple) -> Iterator[dict]:
