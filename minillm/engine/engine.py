@@ -24,7 +24,7 @@ from minillm.model import Model
 from minillm.model.loader import check_tokenizer, read_config, resolve, resolve_device
 from minillm.pretrained import model_name
 from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
-from minillm.runner.executor import Executor, Facts, LocalExecutor
+from minillm.runner.executor import Executor, Facts, LocalExecutor, WatchedExecutor
 from minillm.runner.launched import Results, StepInFlight
 from minillm.runner.plan import Plan
 from minillm.runner.sampler import derived_seed
@@ -113,9 +113,12 @@ class Engine:
     @property
     def model(self) -> Model:
         """The model, for lessons and tests. Raises TypeError if it does not run in this process."""
-        if not isinstance(self.executor, LocalExecutor):
-            raise TypeError(f"{type(self.executor).__name__} has no model in this process")
-        return self.executor.runner.model
+        executor = self.executor
+        while isinstance(executor, WatchedExecutor):
+            executor = executor.executor
+        if not isinstance(executor, LocalExecutor):
+            raise TypeError(f"{type(executor).__name__} has no model in this process")
+        return executor.runner.model
 
     @contextmanager
     def running_on(self, executor: Executor) -> Iterator[None]:
@@ -426,7 +429,7 @@ class Engine:
         if tracked.listener is not None:
             tracked.listener(tracked.gained(list(token_ids), logprobs))
 
-    # ---- inputs
+    # ---- end of life
 
     def _check_usable(self) -> None:
         """Raise EngineClosed after `close`, and in a child process that was forked from the engine's."""

@@ -11,8 +11,8 @@ class OutputText:
 
     The text is the one that prompt and output have together, without the prompt's: see `StreamingDetokenizer`. A stop
     string ends the text as soon as it is complete; if one token completes several, the one that begins first counts.
-    A stop string completed by the first min_tokens tokens is ignored. Text that may be the beginning of a stop string
-    is held back.
+    One that the first min_tokens tokens complete is text like any other. Text that may be the beginning of a stop
+    string is held back.
 
     prompt      the ids that the output follows
     echoed      whether the prompt's text is given with the output's, which then has any character that both share

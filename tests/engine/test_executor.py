@@ -5,7 +5,7 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.model.loader import read_config
-from minillm.runner.executor import Facts
+from minillm.runner.executor import Facts, WatchedExecutor
 from minillm.runner.launched import Results
 
 GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -71,3 +71,14 @@ def test_a_step_marks_the_rows_that_produce_a_first_token(llm):
     yielded = [(step.rows[step.first], step.first & ~step.samples) for step in llm.engine.executor.steps]
     assert sum(len(rows) for rows, _ in yielded) == 2, "exactly once per request"
     assert not any(never.any() for _, never in yielded)
+
+
+def test_an_engine_runs_on_a_watched_executor_inside_a_block_and_keeps_its_model():
+    with LLM(device="cpu", num_blocks=16) as llm:
+        own, model, facts = llm.engine.executor, llm.engine.model, llm.engine.facts
+        assert (facts.dtype, facts.kv_cache_dtype, facts.weight_bytes) == ("float32", "float32", model.nbytes)
+        with pytest.raises(ZeroDivisionError), llm.engine.running_on(WatchedExecutor(own)):
+            assert llm.engine.model is model and llm.engine.executor is not own
+            llm.generate([[9] * 3], GREEDY)
+            raise ZeroDivisionError
+        assert llm.engine.executor is own
