@@ -1,4 +1,7 @@
-"""The command `minillm`. Every command imports what it needs when it runs: `minillm --help` never waits for torch."""
+"""The command `minillm`. Every command imports what it needs when it runs: `minillm --help` never waits for torch.
+
+Options, printing, and errors on one line belong here. Anything that a Python caller could want does not.
+"""
 
 import logging
 from pathlib import Path

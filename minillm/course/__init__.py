@@ -1,5 +1,7 @@
 """What lessons use besides the engine: checkers of exercises, tiers, predictions, the doctor, the builder.
 
+What notebooks import belongs here, and what builds, checks and grades them. What the engine needs does not.
+
 from minillm.course import NotSolvedYet, check, compare, tier, yours
 """
 

@@ -1,4 +1,8 @@
-"""The engine loop, and `LLM` and `AsyncLLM` around it.  Lessons 00, 10 and 99."""
+"""The engine loop, and `LLM` and `AsyncLLM` around it.  Lessons 00, 10 and 99.
+
+What turns prompts into requests, and steps into text, belongs here. Which tokens run (`scheduler`), and how they run
+(`runner`), does not.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,7 @@
 """How good a model is: perplexity and multiple-choice accuracy, measured through the engine.  Lesson 05.
 
+What measures a model's answers belongs here. Speed does not (`bench`), and neither does quantizing (`calibration`).
+
 accuracy(llm)       share of questions whose right letter is the most likely, after MMLU's few-shot prompt
 perplexity(llm)     of a text, with a sliding window
 quality(llm)        both, on the embedded data sets, as `minillm eval` reports them

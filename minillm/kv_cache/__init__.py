@@ -1,4 +1,7 @@
-"""The paged KV cache: the block pool, block tables, and each layer's keys and values.  Lesson 09."""
+"""The paged KV cache: the block pool, block tables, and each layer's keys and values.  Lesson 09.
+
+Which blocks exist, who holds them, and what is in them belongs here. Who gets the next ones does not (`scheduler`).
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,8 @@
-"""The model: one decoder for all families, configured by `ModelConfig`.  Lesson 02."""
+"""The model: one decoder for all families, configured by `ModelConfig`.  Lesson 02.
+
+The decoder, its configuration, and what reads its weights from files belong here. How a weight is stored
+(`quantization`) and multiplied (`ops`) does not.
+"""
 
 from typing import TYPE_CHECKING
 

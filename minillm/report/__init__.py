@@ -1,5 +1,8 @@
 """`minillm report`: one page about a model on this machine, for people who did not take the course.  Lesson 99.
 
+What decides which measurements a report has, and what explains them, belongs here. How to measure does not: that is in
+`bench` and `evaluate`.
+
 settings.py   what is measured, and how much of it
 measure.py    the measurements, part by part: a part that fails does not stop the others
 findings.py   what the figures say, in sentences that are written only where they are true

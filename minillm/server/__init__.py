@@ -1,5 +1,7 @@
 """An OpenAI-compatible HTTP server for the engine.  Lesson 99.
 
+Processes, HTTP, and the formats of other servers' APIs belong here. Scheduling and sampling do not.
+
 `running` serves an engine of the process that calls it, so a function installed with `minillm.using` applies to every
 request. `serve`, which is `minillm serve`, runs the engine in a process of its own, and replaces it if it fails.
 Requires the `serve` extra (fastapi, uvicorn), which is not imported until one of the two is called.

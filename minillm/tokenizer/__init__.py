@@ -1,4 +1,7 @@
-"""Text to token ids and back: byte-pair encoding read from `tokenizer.json`.  Lesson 01."""
+"""Text to token ids and back: byte-pair encoding read from `tokenizer.json`.  Lesson 01.
+
+Every component of that file that a supported model uses belongs here. Chat requests and stop strings do not (`engine`).
+"""
 
 from .bpe import merge
 from .detokenizer import StreamingDetokenizer

@@ -1,0 +1,111 @@
+"""docs/reading.md: every file and name in it exists, and the core that it lists stays small."""
+
+import ast
+import io
+import re
+import tokenize
+
+import pytest
+
+from tests.project.makefile import ROOT
+
+PAGE = ROOT / "docs" / "reading.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+MOST_LINES = 2_800  # of code in the core
+LINK = re.compile(r"\]\(\.\./([^)#]+)\)")
+NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
+
+
+def core() -> list[tuple[str, list[str], str]]:
+    """Of each file of the core: its path, the names to read first and to skip, and its lesson."""
+    found = []
+    for table in TEXT.split("<!-- core -->")[1:]:
+        for line in table.strip().splitlines()[2:]:
+            if not line.startswith("|"):
+                break
+            file, question, first, skip, lesson = (cell.strip() for cell in line.strip("|").split("|"))
+            assert question.endswith("?"), line
+            path = LINK.search(file)
+            assert path and NAME.findall(first), line
+            found.append((path[1], NAME.findall(first + skip), lesson))
+    return found
+
+
+def members(tree: ast.Module) -> set[str]:
+    """The functions and classes of a module, its classes' methods and fields as Class.name."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    found.add(f"{node.name}.{inner.name}")
+                elif isinstance(inner, ast.AnnAssign):
+                    found.add(f"{node.name}.{ast.unparse(inner.target)}")
+    return found
+
+
+def parsed(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+def code_lines(path: str) -> int:
+    """Lines that are more than blank, comment or docstring."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def test_there_are_three_sittings():
+    assert TEXT.count("<!-- core -->") == len(re.findall("^## Sitting", TEXT, re.MULTILINE)) == 3
+    assert len(core()) == len({path for path, *_ in core()}) >= 20
+
+
+@pytest.mark.parametrize(("path", "names", "lesson"), core(), ids=[path for path, *_ in core()])
+def test_what_to_read_and_to_skip_is_in_the_file(path, names, lesson):
+    assert set(names) <= members(parsed(path)) | {"SamplingParams"}
+    module = ast.get_docstring(parsed(path)) or ""
+    lessons = [range(int(first), int(last or first) + 1) for first, last in re.findall(r"(\d\d)(?: to (\d\d))?", module)]
+    assert any(int(lesson) in each for each in lessons), f"{path} is explained in {module.splitlines()[0]}"
+
+
+def test_every_name_that_the_page_mentions_exists():
+    files = {path for path, *_ in core()} | {path for path in LINK.findall(TEXT) if path.endswith(".py")}
+    everywhere = set().union(*(members(parsed(path)) for path in files))
+    parameters = {argument.arg for path in files for node in ast.walk(parsed(path)) for argument in arguments(node)}
+    named = {name for name in NAME.findall(TEXT) if name != "minillm"}
+    assert len(named) > 40
+    assert named <= everywhere | parameters
+
+
+def arguments(node: ast.AST) -> list[ast.arg]:
+    return node.args.args + node.args.kwonlyargs if isinstance(node, ast.FunctionDef) else []
+
+
+def test_the_core_stays_small():
+    """Move what a reader can do without to a file of its own, before a feature is added to these."""
+    lines = {path: code_lines(path) for path, *_ in core()}
+    assert sum(lines.values()) <= MOST_LINES, lines
+    (stated,) = re.findall(r"core is (\d+) files and about ([\d,]+) lines", TEXT)
+    assert int(stated[0]) == len(lines)
+    assert abs(int(stated[1].replace(",", "")) - sum(lines.values())) < 100, sum(lines.values())
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "minillm").glob("*/__init__.py")), ids=lambda file: file.parent.name)
+def test_each_room_says_what_belongs_there_and_what_does_not(file):
+    text = " ".join((ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split())
+    assert re.search(r"belongs? (in )?here\b.* do(es)? not\b", text) or file.parent.name == "from_vllm", text
+
+
+def test_the_readme_leads_to_it_on_its_first_screen():
+    first_screen = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40]
+    assert "docs/reading.md" in "\n".join(first_screen)
