@@ -102,8 +102,8 @@ class SamplingParams:
 
     max_tokens          most tokens to generate; None: as many as a request may have; 0: none, so that a prompt to be
                         scored (prompt_logprobs) may fill the whole context
-    min_tokens          no stop token is sampled before this many tokens are generated, and no stop string counts that
-                        they complete
+    min_tokens          generate at least this many tokens; until then, stop tokens are not sampled, and stop strings
+                        are ignored
     temperature         0 takes the most likely token; 1 samples the model's own distribution
     top_k               keep the k most likely tokens (0 or -1: all)
     top_p               keep the most likely tokens whose probabilities sum to p (Holtzman et al. 2020, section 3.1)

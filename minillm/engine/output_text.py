@@ -11,7 +11,7 @@ class OutputText:
 
     The text is the one that prompt and output have together, without the prompt's: see `StreamingDetokenizer`. A stop
     string ends the text as soon as it is complete; if one token completes several, the one that begins first counts.
-    One that the first min_tokens tokens complete is text like any other. Text that may be the beginning of a stop
+    A stop string that the first min_tokens tokens complete is ignored. Text that may be the beginning of a stop
     string is held back.
 
     prompt      the ids that the output follows
