@@ -36,7 +36,8 @@ REQUIREMENTS = ROOT / "tools" / "site" / "requirements.txt"
 HOME = "index.md"  # what README.md is called there
 ASSETS = ROOT / "tools" / "site" / "assets"
 API = "API reference"
-TEACHING = ("instructors", "grading", "talking_points", "mistakes")
+TEACHING = ("instructors", "grading", "talking_points")
+MISTAKES = "docs/mistakes.md"  # a page of the site alone
 MODULES = ("config", "errors")  # documented like the packages, which say in `__all__` what is public
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 
@@ -79,6 +80,9 @@ def write_sources() -> None:
             write_lesson(target)
         elif path.startswith("api/"):
             target.write_text(api_page(Path(path).stem), encoding="utf-8")
+        elif path == MISTAKES:
+            subprocess.run([sys.executable, str(ROOT / "tools" / "list_mistakes.py")], check=True)
+            target.write_text((BUILD / "mistakes.md").read_text(encoding="utf-8"), encoding="utf-8")
         elif path.startswith("records/"):
             target.write_text(plots.page(Path(path).stem), encoding="utf-8")
             copy_linked(target, path)
@@ -103,9 +107,11 @@ def write_lesson(target: Path) -> None:
 
 
 def contents() -> dict[str, list[str]]:
-    """The site's pages by part. A page has its path in the repository; those of api/ and records/ are written here."""
+    """The site's pages by part. A page has its path in the repository; those of api/ and records/ and
+    MISTAKES are written here.
+    """
     docs = {path.stem: f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))}
-    teaching = [docs.pop(name) for name in TEACHING if name in docs]
+    teaching = [*(docs.pop(name) for name in TEACHING), MISTAKES]
     measurements = [docs.pop("measurements"), *(f"records/{name}.md" for name in plots.DEVICES)]
     return {
         "": ["README.md"],

@@ -1,6 +1,6 @@
-"""Write docs/mistakes.md, common mistakes by exercise, from the wrong solutions in tests/course/mutants.
+"""Write build/mistakes.md, common mistakes by exercise, from the wrong solutions in tests/course/mutants.
 
-python tools/list_mistakes.py
+python tools/list_mistakes.py       `make site` has it as a page
 """
 
 import functools
@@ -16,7 +16,7 @@ from pathlib import Path
 import jupytext
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "mistakes.md"
+PAGE = ROOT / "build" / "mistakes.md"
 MOST_LINES = 6  # of one wrong solution
 SHARED = 3  # a line in wrong solutions that lack so many different properties is not what is wrong with them
 HEAD = """# Common mistakes by exercise
@@ -27,14 +27,14 @@ people who tried to get past the checkers. For each property of an exercise: the
 mistakes that it is meant for. The lines are those that make the difference: what the lesson's solution has too, or
 wrong solutions of other kinds, is left out. Without lines, the words say what is missing or different.
 
-Written by `python tools/list_mistakes.py` from [tests/course/mutants](../tests/course/mutants); do not edit it.
+Written by `python tools/list_mistakes.py` from tests/course/mutants.
 
 {contents}
 """
 
 
 def page() -> str:
-    """The text of docs/mistakes.md. Triton has to interpret kernels: compiled, some mistakes are left out."""
+    """Return the page. Triton has to interpret kernels: compiled, some mistakes are left out."""
     from minillm.course import build, checks
     from tests.course import mutants
 
@@ -116,6 +116,7 @@ def main() -> None:
     from minillm.course import triton_here
 
     triton_here()
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
 
 

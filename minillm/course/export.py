@@ -21,7 +21,7 @@ FILES += ("make.py", "setup.py", "pyproject.toml", "requirements.lock", "environ
 FILES += ("Dockerfile", ".dockerignore")
 FOLDERS = ("minillm", "kernels", "data", "docs", "binder")
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")
-INSTRUCTORS = ("docs/mistakes.md", "docs/talking_points.md", "docs/instructors.md", "docs/grading.md")
+INSTRUCTORS = ("docs/talking_points.md", "docs/instructors.md", "docs/grading.md")
 FOR_TESTS = ("data/checkpoints",)
 # What the README says of teaching, and of commands that need the rest of the project, is left out.
 NOT_FOR_LEARNERS = ("docs/instructors.md", "`make site`", "`make check`", "`make triton`")

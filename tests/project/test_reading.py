@@ -74,7 +74,9 @@ def test_there_are_three_sittings():
 def test_what_to_read_and_to_skip_is_in_the_file(path, names, lesson):
     assert set(names) <= members(parsed(path)) | {"SamplingParams"}
     module = ast.get_docstring(parsed(path)) or ""
-    lessons = [range(int(first), int(last or first) + 1) for first, last in re.findall(r"(\d\d)(?: to (\d\d))?", module)]
+    lessons = [
+        range(int(first), int(last or first) + 1) for first, last in re.findall(r"(\d\d)(?: to (\d\d))?", module)
+    ]
     assert any(int(lesson) in each for each in lessons), f"{path} is explained in {module.splitlines()[0]}"
 
 

@@ -276,9 +276,9 @@ FAULTS = (
         "tests/course/test_grading.py -k page",
     ),
     Fault(
-        "the learners' copy has the list of mistakes",
+        "the learners' copy has the talking points",
         "minillm/course/export.py",
-        '"docs/mistakes.md", ',
+        '"docs/talking_points.md", ',
         "",
         "tests/course/test_export.py -k no_solution",
     ),
