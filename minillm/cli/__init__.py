@@ -152,7 +152,7 @@ def serve(
     if None not in (model, model_option) and model != model_option:
         raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
     if list_profiles:
-        from minillm.engine import profiles
+        from minillm.advice import profiles
 
         print(profiles.find(model or model_option, **split(options)[1]))
         return

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minillm.advice import sizing
 from minillm.bench import records
 from minillm.errors import ConfigError
 from minillm.kv_cache import LayerCache
-from minillm.model import sizing
 from minillm.model.config import PRESETS
 from minillm.ops import AttentionOptions, reference
 from minillm.overrides import NotSolvedYet, using

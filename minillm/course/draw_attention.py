@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 
+from minillm.advice import sizing
 from minillm.course import probes
-from minillm.model import sizing
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Model
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from minillm.advice import sizing
 from minillm.bench import roofline
-from minillm.model import sizing
 from minillm.model.config import ModelConfig
 from minillm.model.decoder import Model
 from minillm.ops.reference import linear, lm_head, rotary_embedding

@@ -1,6 +1,6 @@
 """The shapes of a few models that are often served, to compute with; no weights.  Lesson 02."""
 
-from minillm.model import sizing
+from minillm.advice import sizing
 from minillm.model.config import PRESETS, ModelConfig
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.advice import sizing
 from minillm.bench import records
 from minillm.calibration.forward import hidden_states
 from minillm.kv_cache.layer_cache import LayerCache, indexable
-from minillm.model import Model, ModelConfig, load_model, sizing
+from minillm.model import Model, ModelConfig, load_model
 from minillm.ops import AttentionOptions, reference
 from minillm.overrides import using
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+from minillm.advice import precision
 from minillm.config import DeviceConfig, EngineConfig, EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.grammar import Grammars
@@ -36,7 +37,6 @@ from minillm.tokenizer import Tokenizer
 from minillm.trace.record import Trace
 from minillm.values import shown
 
-from . import precision
 from .inputs import check_is_tokenizer, check_params, log_sampling_defaults, of_kind, token_ids
 from .output_text import OutputText
 from .recent import Recent

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from minillm.advice.sizing import kv_bytes_per_token
 from minillm.bench import offline, serve
 from minillm.bench.figures import cost
 from minillm.bench.load import other_load
@@ -28,7 +29,6 @@ from minillm.evaluate.compare import (
 )
 from minillm.evaluate.tasks import Workload, held_out
 from minillm.model.loader import read_config, resolve_device, simulated
-from minillm.model.sizing import kv_bytes_per_token
 from minillm.request import SamplingParams
 from minillm.server import running
 

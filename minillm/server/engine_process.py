@@ -61,7 +61,7 @@ def run(
     from .hub import Hub
 
     if profile is not None:
-        from minillm.engine import profiles
+        from minillm.advice import profiles
 
         engine = profiles.apply(model, profile, engine)
     llm = AsyncLLM(model, **engine)

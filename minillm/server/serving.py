@@ -64,7 +64,7 @@ def serve(
     only in the process that installed them; with one in place, and on Windows, the engine runs in this process.
 
     model: a directory, the name of a preset, or None for the included tiny-gemma. port: 0 picks a free one.
-    served_model_name: the model's name for clients. profile: a name that `minillm.engine.profiles` knows, or "auto".
+    served_model_name: the model's name for clients. profile: a name that `minillm.advice.profiles` knows, or "auto".
     options: fields of `ServerConfig` and of `EngineConfig`. Requests that run at shutdown have shutdown_grace seconds
     to finish; a second signal aborts them.
 
@@ -77,7 +77,7 @@ def serve(
         try:
             if sys.platform == "win32" or overrides.any_replaced():
                 if profile is not None:
-                    from minillm.engine import profiles
+                    from minillm.advice import profiles
 
                     engine_options = profiles.apply(model, profile, engine_options)
                 with _engine(model, engine_options) as engine:

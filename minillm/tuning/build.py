@@ -21,16 +21,16 @@ from typing import Unpack
 import numpy as np
 import torch
 
+from minillm.advice import precision
+from minillm.advice.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
 from minillm.bench import records
 from minillm.bench.offline import Minillm
 from minillm.bench.workloads import BenchRequest
 from minillm.config import EngineConfig, EngineOptions
-from minillm.engine import precision
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
 from minillm.model.config import ModelConfig
 from minillm.model.loader import read_config, resolve, resolve_device
-from minillm.model.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
 from minillm.pretrained import model_name
 from minillm.runner.memory import CPU_CACHE_BYTES
 from minillm.runner.plan import Plan, Traffic

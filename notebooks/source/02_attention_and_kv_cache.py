@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from minillm import LLM, SamplingParams, using
+from minillm.advice import sizing
 from minillm.bench import records, roofline
 from minillm.course import (
     NotSolvedYet,
@@ -28,7 +29,6 @@ from minillm.course import (
 )
 from minillm.course import draw_attention as draw
 from minillm.course.shapes import SHAPES, print_shapes
-from minillm.model import sizing
 from minillm.model.loader import EMBEDDED
 from minillm.ops.reference import gated_activation, linear, lm_head, rms_norm, rotary_embedding
 
@@ -722,7 +722,7 @@ def requests_that_fit(config, parameters, gpu_bytes, context, bytes_each=2, util
 check(requests_that_fit)
 
 # %% [markdown]
-# The engine's calculator, `minillm.model.sizing`, also counts in whole blocks, and knows models in which a layer keeps
+# The engine's calculator, `minillm.advice.sizing`, also counts in whole blocks, and knows models in which a layer keeps
 # only the most recent tokens. It works for any supported model that has a `config.json`.
 
 # %%

@@ -13,6 +13,7 @@
 import torch
 
 from minillm import LLM, SamplingParams, using
+from minillm.advice import sizing
 from minillm.bench import records
 from minillm.course import (
     NotSolvedYet,
@@ -34,7 +35,6 @@ from minillm.course.weight_formats import (
     report,
     rows_by,
 )
-from minillm.model import sizing
 from minillm.quantization import Dense, Int4, Int8, int4
 
 llm = LLM(device="cpu", dtype="float64", enable_prefix_caching=False, num_blocks=64)

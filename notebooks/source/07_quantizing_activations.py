@@ -15,6 +15,7 @@ import math
 import torch
 
 from minillm import LLM, SamplingParams, using
+from minillm.advice import sizing
 from minillm.bench import records
 from minillm.course import (
     NotSolvedYet,
@@ -28,7 +29,6 @@ from minillm.course import (
 )
 from minillm.course import draw_activations as draw
 from minillm.course.shapes import SHAPES
-from minillm.model import sizing
 from minillm.quantization import Activations, Fp8, Int4, Int8
 from minillm.quantization.methods.hadamard import transform
 

@@ -13,6 +13,8 @@
 import torch
 
 from minillm import LLM, SamplingParams, using
+from minillm.advice import sizing
+from minillm.advice.choosing import GPUS, Traffic, recommend
 from minillm.course import (
     NotSolvedYet,
     check,
@@ -29,8 +31,6 @@ from minillm.course import (
 )
 from minillm.course import draw_choices as draw
 from minillm.course.shapes import SHAPES
-from minillm.model import sizing
-from minillm.model.choosing import GPUS, Traffic, recommend
 from minillm.quantization import Int4
 
 plain = small_caches.model_with()  # tiny-gemma in float32

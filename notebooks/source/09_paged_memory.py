@@ -15,6 +15,7 @@ from collections import OrderedDict
 import torch
 
 from minillm import LLM, SamplingParams, using
+from minillm.advice import sizing
 from minillm.bench import records, waste, workloads
 from minillm.bench.batching import LONGEST, SLOTS
 from minillm.course import (
@@ -30,7 +31,6 @@ from minillm.course import (
 from minillm.course import draw_memory as draw
 from minillm.kv_cache import BlockPool, OutOfBlocks
 from minillm.kv_cache import block_pool as kv_cache
-from minillm.model import sizing
 from minillm.trace import Trace
 
 llm = LLM(device="cpu", dtype="float64", block_size=16, num_blocks=256)

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm import LLM, SamplingParams, Tokenizer
+from minillm.advice import sizing
 from minillm.bench import serve, workloads
 from minillm.course import adapters, build, checks, lesson, step_time
 from minillm.course.interpret import kernel_device, surrounded
 from minillm.kv_cache import BlockPool, LayerCache, OutOfBlocks
 from minillm.kv_cache import block_pool as kv_cache
-from minillm.model import sizing
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED
 from minillm.ops import AttentionOptions, reference

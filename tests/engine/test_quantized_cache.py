@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams, evaluate
+from minillm.advice import sizing
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
-from minillm.model import Model, sizing
+from minillm.model import Model
 from minillm.model.config import PRESETS, ModelConfig
 from tests import models
 from tests.rounded_cache import rounding_transformers

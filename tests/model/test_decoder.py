@@ -11,13 +11,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import minillm
 from minillm import ops
+from minillm.advice.sizing import kv_bytes_per_token
 from minillm.kv_cache import LayerCache
 from minillm.model import Model
 from minillm.model.batch import Batch, Rows
 from minillm.model.config import PRESETS, ModelConfig
 from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
-from minillm.model.sizing import kv_bytes_per_token
 from tests import models
 from tests.chance import SEED
 

@@ -3,7 +3,8 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
@@ -26,6 +27,7 @@ LAYERS = (
         "evaluate",
         "calibration",
         "engine",
+        "advice",
         "runner",
         "scheduler",
         "model",
@@ -74,6 +76,22 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
                 yield whole
 
 
+def files_imported(name: str, tree: ast.Module, files: Set[str]) -> Iterator[str]:
+    """Every file of minillm that a file imports; a package is its `__init__`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            base = name.split(".")[: -node.level] if node.level else []
+            whole = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            targets = [f"{whole}.{alias.name}" for alias in node.names]
+            targets = [target if {target, f"{target}.__init__"} & files else whole for target in targets]
+        else:
+            targets = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for target in targets:
+            found = f"{target}.__init__" if f"{target}.__init__" in files else target
+            if found in files - {name, "minillm.__init__"}:
+                yield found
+
+
 def public() -> dict[str, str]:
     """The public names of `minillm` and the modules that define them."""
     import minillm
@@ -92,6 +110,17 @@ def test_modules_import_only_lower_layers():
             if LAYERS.index(layer(target)) < LAYERS.index(layer(name)):
                 upwards.append(f"{name} imports {target}")
     assert not upwards, upwards
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Not even for type checking."""
+    trees = dict(modules())
+    graph = {name: set(files_imported(name, tree, trees.keys())) for name, tree in trees.items()}
+    assert sum(map(len, graph.values())) > 1000
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" <- ".join(error.args[1])) from None
 
 
 def test_only_the_server_and_the_command_line_know_vllms_words():
@@ -119,7 +148,7 @@ def test_kernels_import_nothing_from_minillm():
         "minillm.scheduler",
         "minillm.server.worker",
         "minillm.server.app",
-        "minillm.model.sizing",
+        "minillm.advice.sizing",
     ],
 )
 def test_the_module_does_not_import_torch(module):

@@ -7,9 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from minillm import LLM, cli
-from minillm.engine import precision
+from minillm.advice import precision, sizing
 from minillm.errors import ConfigError
-from minillm.model import sizing
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner.plan import Plan, Traffic

@@ -21,17 +21,17 @@ FAULTS = (
     ),
     Fault(
         "quantization=auto leaves the head as it is",
-        "minillm/engine/precision.py",
+        "minillm/advice/precision.py",
         "config.quantized_head or chosen.quantized_head",
         "config.quantized_head",
-        "tests/engine/test_precision.py",
+        "tests/advice/test_precision.py",
     ),
     Fault(
         "quantization=auto quantizes a checkpoint that is quantized already",
-        "minillm/engine/precision.py",
+        "minillm/advice/precision.py",
         "if isinstance(place, Path) and read_layout(place) is not None:",
         "if False:",
-        "tests/engine/test_precision.py -k checkpoint",
+        "tests/advice/test_precision.py -k checkpoint",
     ),
     Fault(
         "minillm build forgets the precision that was chosen",

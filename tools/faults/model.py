@@ -4,8 +4,8 @@ from . import Fault
 
 DECODER, CONFIG, LOADER = "minillm/model/decoder.py", "minillm/model/config.py", "minillm/model/loader.py"
 FAMILIES = "minillm/model/families.py"
-SIZING = "minillm/model/sizing.py"
-CHOOSING = "minillm/model/choosing.py"
+SIZING = "minillm/advice/sizing.py"
+CHOOSING = "minillm/advice/choosing.py"
 
 FAULTS = (
     Fault(
@@ -13,32 +13,32 @@ FAULTS = (
         CHOOSING,
         "each.requests and each.method.loss in allowed]",
         "each.requests]",
-        "tests/model/test_choosing.py -k no_loss",
+        "tests/advice/test_choosing.py -k no_loss",
     ),
     Fault(
         "the estimated speed of few requests leaves out the arithmetic of products of codes",
         CHOOSING,
         "share), 2 * numbers * rows / rate)",
         "share), 0.0)",
-        "tests/model/test_choosing.py -k near_the_measured",
+        "tests/advice/test_choosing.py -k near_the_measured",
     ),
     Fault(
         "the estimated speed of many requests leaves out that the matrix is dequantized first",
         CHOOSING,
         "before, nbytes, share = (nbytes + 2 * numbers) / gpu.bytes_per_s, 2 * numbers, BF16.few",
         "pass",
-        "tests/model/test_choosing.py -k dequantized",
+        "tests/advice/test_choosing.py -k dequantized",
     ),
     Fault(
         "a precision that loses more is recommended where another is nearly as fast",
         CHOOSING,
         "NEAR = 0.97",
         "NEAR = 1.0",
-        "tests/model/test_choosing.py -k nearly_as_fast",
+        "tests/advice/test_choosing.py -k nearly_as_fast",
     ),
     Fault(
         "the size of a quantized cache leaves out its scales",
-        "minillm/model/sizing.py",
+        "minillm/advice/sizing.py",
         "+ CACHE_SCALE_BYTES.get(dtype, 0)",
         "",
         "tests/engine/test_quantized_cache.py -k nearly_twice",
@@ -188,14 +188,14 @@ FAULTS = (
         SIZING,
         "return 2 * config.num_kv_heads * (config.head_dim",
         "return config.num_kv_heads * (config.head_dim",
-        "tests/model/test_sizing.py -k kv_bytes_per_token",
+        "tests/advice/test_sizing.py -k kv_bytes_per_token",
     ),
     Fault(
         "a tied head is counted twice",
         SIZING,
         "matrices = 1 if config.tie_word_embeddings else 2",
         "matrices = 2",
-        "tests/model/test_sizing.py -k parameter_counts",
+        "tests/advice/test_sizing.py -k parameter_counts",
     ),
     Fault(
         "factors of down_proj's inputs scale the gate",

@@ -21,10 +21,10 @@ FAULTS = (
     ),
     Fault(
         "a profile is chosen whose weights leave no room for a request",
-        "minillm/engine/profiles.py",
+        "minillm/advice/profiles.py",
         "return Choice(profiles, exact if exact.requests else profiles[-1]",
         "return Choice(profiles, exact",
-        "tests/engine/test_profiles.py -k too_small",
+        "tests/advice/test_profiles.py -k too_small",
     ),
     Fault(
         "every position of a request draws the same random number",

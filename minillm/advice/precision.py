@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from minillm.advice.choosing import GPUS, Recommendation, Traffic, known, recommend
 from minillm.config import EngineConfig
-from minillm.model.choosing import GPUS, Recommendation, Traffic, known, recommend
 from minillm.model.loader import read_config
 from minillm.quantization.checkpoints import read_layout
 from minillm.runner import plan
@@ -62,7 +62,7 @@ def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
     if known(name) is None:
         return (
             f"the weights stay in {dtype}, since the rates of {name} are not known (those of {', '.join(GPUS)} are); "
-            "minillm.model.choosing.recommend takes the rates of any GPU"
+            "minillm.advice.choosing.recommend takes the rates of any GPU"
         )
     return ""
 

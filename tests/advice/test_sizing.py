@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from minillm import LLM
+from minillm.advice import sizing
 from minillm.errors import ConfigError
-from minillm.model import Model, sizing
+from minillm.model import Model
 from minillm.model.config import PRESETS, ModelConfig
 from minillm.model.loader import EMBEDDED, load_model
 from tests import models
@@ -141,6 +142,6 @@ def test_invalid_sizing_options_are_rejected_with_a_remedy(options, message):
 
 
 def test_sizing_runs_without_torch():
-    code = "import sys; sys.modules['torch'] = None; from minillm import sizing; print(sizing.BITS['int4'])"
+    code = "import sys; sys.modules['torch'] = None; from minillm.advice import sizing; print(sizing.BITS['int4'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "4\n"

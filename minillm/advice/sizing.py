@@ -8,24 +8,16 @@ The two rules of thumb are NVIDIA's: "Mastering LLM Techniques: Inference Optimi
 2023), sections "Key-value caching" and "LLM memory requirement". No torch is needed here.
 
     from minillm.model.config import PRESETS
-    from minillm.model.sizing import fit
+    from minillm.advice.sizing import fit
     print(fit(PRESETS["gemma-2b"], gpu_bytes=80e9, context=4096))
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
-from minillm.lazy_imports import exports
-
-from .config import ModelConfig
-from .families import ARCHITECTURES
-
-if TYPE_CHECKING:
-    from .choosing import recommend as recommend
-
-__getattr__, _ = exports(__package__, {"recommend": "choosing"})  # which precision fits: it builds on this module
+from minillm.model.config import ModelConfig
+from minillm.model.families import ARCHITECTURES
 
 BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
 CACHE_SCALE_BYTES = {"int8": 4, "fp8": 4}  # each token and KV head of a quantized cache has a float32 scale

@@ -7,7 +7,7 @@
     given        a quantized checkpoint, or a format that was set: there is nothing to choose
 
 `auto` is `given`; or `exact`, if its weights leave room for a request of full length; or else `compact`. Speeds and
-losses are those of `minillm.model.choosing`. NVIDIA NIM lists and chooses profiles of a model in the same way.
+losses are those of `minillm.advice.choosing`. NVIDIA NIM lists and chooses profiles of a model in the same way.
 """
 
 import logging
@@ -17,10 +17,10 @@ from typing import Any, Unpack, cast
 
 import torch
 
+from minillm.advice import choosing, sizing
+from minillm.advice.choosing import METHODS, Candidate
 from minillm.config import EngineConfig, EngineOptions
 from minillm.errors import ConfigError
-from minillm.model import choosing, sizing
-from minillm.model.choosing import METHODS, Candidate
 from minillm.model.config import ModelConfig
 from minillm.model.loader import read_config, resolve, resolve_device
 from minillm.quantization.checkpoints import read_layout

@@ -8,12 +8,12 @@ from statistics import median
 
 import pytest
 
+from minillm.advice import choosing, sizing
+from minillm.advice.choosing import BF16, GPU, GPUS, LOSSES, METHODS, Traffic, recommend
 from minillm.bench import records
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.kernels import few_rows
-from minillm.model import choosing, sizing
-from minillm.model.choosing import BF16, GPU, GPUS, LOSSES, METHODS, Traffic, recommend
 from minillm.model.config import PRESETS
 
 GEMMA_2B, H200 = PRESETS["gemma-2b"], GPUS["H200"]
@@ -232,10 +232,6 @@ def test_it_says_where_a_gpus_rates_come_from():
     assert sources[1].endswith("the GPU's rates are: datasheet, times the shares that an H200 reaches of its own.")
 
 
-def test_sizing_has_it_too():
-    assert sizing.recommend is recommend
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -262,7 +258,7 @@ def test_invalid_input_is_rejected_with_a_remedy(make, message):
 def test_it_runs_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None; from minillm.model.config import PRESETS;"
-        "from minillm.model.choosing import GPUS, Traffic, recommend;"
+        "from minillm.advice.choosing import GPUS, Traffic, recommend;"
         "print(recommend(PRESETS['gemma-2b'], GPUS['H200'], Traffic(1, 128, 256)).quantized_head)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

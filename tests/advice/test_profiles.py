@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from minillm import LLM, cli, server
-from minillm.engine import profiles
+from minillm.advice import profiles
+from minillm.advice.choosing import GPUS, Traffic, recommend
 from minillm.errors import ConfigError
-from minillm.model.choosing import GPUS, Traffic, recommend
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED
 

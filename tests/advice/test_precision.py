@@ -8,10 +8,10 @@ import torch
 from typer.testing import CliRunner
 
 from minillm import LLM, cli
+from minillm.advice import precision
+from minillm.advice.choosing import GPUS, Traffic, recommend
 from minillm.config import EngineConfig
-from minillm.engine import precision
 from minillm.errors import ConfigError
-from minillm.model.choosing import GPUS, Traffic, recommend
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED
 from minillm.runner import plan
@@ -38,7 +38,7 @@ def chosen(place="gemma-2b", device="cuda", traffic=None, **options) -> tuple[st
 
 @pytest.fixture
 def logged(caplog):
-    caplog.set_level(logging.INFO, "minillm.engine.precision")
+    caplog.set_level(logging.INFO, "minillm.advice.precision")
     return lambda: [record.getMessage() for record in caplog.records]
 
 

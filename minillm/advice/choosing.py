@@ -1,6 +1,6 @@
 """Recommend a precision for a model, a GPU and its traffic, by arithmetic that explains itself.  Lesson 08.
 
-    from minillm.model.choosing import GPUS, Traffic, recommend
+    from minillm.advice.choosing import GPUS, Traffic, recommend
     from minillm.model.config import PRESETS
     print(recommend(PRESETS["gemma-2b"], GPUS["H200"], Traffic(requests=1, input_tokens=128, output_tokens=256)))
 
@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from minillm.errors import ConfigError
+from minillm.model.config import ModelConfig
 from minillm.values import as_int, shown
 
 from . import sizing
-from .config import ModelConfig
 
 LOSSES = ("none", "low", "medium", "high")  # how much quality a method may lose
 NEAR = 0.97  # a method this near to the fastest is fast enough to win by losing less
