@@ -17,7 +17,7 @@ class Cache(Protocol):
     v_scale: torch.Tensor | None
 
 
-class Options(Protocol):
+class AttentionArguments(Protocol):
     """How a layer's attention differs from plain attention. An option that it does not use is None."""
 
     @property

@@ -45,7 +45,7 @@ import triton
 import triton.language as tl
 
 from . import launch_configs
-from .arguments import Cache, Options, check_strides
+from .arguments import AttentionArguments, Cache, check_strides
 from .cache_codes import of_words, product_type, stored, to_numbers
 from .gathered_keys import gather, gathers
 
@@ -250,7 +250,7 @@ def prefill_kernel(
 
 
 def decode_attention(
-    q: torch.Tensor, cache: Cache, block_table: torch.Tensor, lengths: torch.Tensor, options: Options
+    q: torch.Tensor, cache: Cache, block_table: torch.Tensor, lengths: torch.Tensor, options: AttentionArguments
 ) -> torch.Tensor:
     """q [rows, queries, heads, d] -> like q: each row's newest queries attend to its cached keys.  Lesson 04.
 
@@ -304,7 +304,7 @@ def prefill_attention(
     lengths: torch.Tensor,
     query_start: torch.Tensor,
     max_queries: int,
-    options: Options,
+    options: AttentionArguments,
 ) -> torch.Tensor:
     """q [tokens, heads, d] -> like q: rows with any number of queries, packed one after the other.  Lesson 04.
 

@@ -12,8 +12,9 @@ A step takes a fixed time, plus the time of its products, plus the time to read 
 A product reads and computes at the same time, except in minillm's own kernels for few rows of codes, where both times
 add up. Few requests wait for bytes, so smaller weights help; many wait for arithmetic, so only 8-bit products help.
 Attention's own arithmetic is left out: it is the same for every method. Corrections to this arithmetic are measured:
-`Method.alone` and `Method.few`, CONVERTING, STEP_ALONE, STEP and ROW are fitted to the record `h200/quantization`,
-REACHED to `h200/roofline`, `h200/ceiling-h200` and `h200/quantization`. Tests hold them against these records.
+`MethodFacts.alone` and `MethodFacts.few`, CONVERTING, STEP_ALONE, STEP and ROW are fitted to the record
+`h200/quantization`, REACHED to `h200/roofline`, `h200/ceiling-h200` and `h200/quantization`. Tests hold them against
+these records.
 """
 
 from collections.abc import Iterator, Mapping
@@ -100,7 +101,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodFacts:
     """A method of quantizing the layers' weights, as far as its speed and quality matter.
 
     bits             of a weight, with the scales of its group
@@ -121,13 +122,13 @@ class Method:
     calibrated: bool = False
 
 
-BF16 = Method("bf16", 16, "bf16", 1.0, 1.0, "none", 0.0)
-INT4 = Method("int4", 4.125, "bf16", 0.67, 0.55, "high", 0.00371)
-W8A8 = Method("w8a8", 8, "int8", 0.69, 0.93, "medium", 0.00011)
+BF16 = MethodFacts("bf16", 16, "bf16", 1.0, 1.0, "none", 0.0)
+INT4 = MethodFacts("int4", 4.125, "bf16", 0.67, 0.55, "high", 0.00371)
+W8A8 = MethodFacts("w8a8", 8, "int8", 0.69, 0.93, "medium", 0.00011)
 METHODS = (
     BF16,
-    Method("int8", 8, "bf16", 0.94, 0.78, "low", 0.00011),
-    Method("fp8", 8, "fp8", 0.87, 0.96, "low", 0.00072),
+    MethodFacts("int8", 8, "bf16", 0.94, 0.78, "low", 0.00011),
+    MethodFacts("fp8", 8, "fp8", 0.87, 0.96, "low", 0.00072),
     W8A8,
     INT4,
     replace(W8A8, name="smoothquant", perplexity_loss=-0.00007, calibrated=True),
@@ -163,7 +164,7 @@ class Seconds:
 class Candidate:
     """A precision and what to expect of it. `speed`: output tokens per second, divided by bf16's."""
 
-    method: Method
+    method: MethodFacts
     quantized_head: str | None
     kv_cache_dtype: str
     weight_bytes: int
@@ -267,7 +268,13 @@ def recommend(
 
 
 def _candidate(
-    config: ModelConfig, gpu: GPU, traffic: Traffic, method: Method, head: str | None, cache: str, utilization: float
+    config: ModelConfig,
+    gpu: GPU,
+    traffic: Traffic,
+    method: MethodFacts,
+    head: str | None,
+    cache: str,
+    utilization: float,
 ) -> Candidate:
     size = sizing.fit(
         config,
@@ -286,7 +293,7 @@ def _candidate(
     return Candidate(method, head, cache, size.weight_bytes, size.requests, seconds, speed, None)
 
 
-def weight_bytes(config: ModelConfig, method: Method, head: str | None = None) -> int:
+def weight_bytes(config: ModelConfig, method: MethodFacts, head: str | None = None) -> int:
     """Bytes of the model's weights, with the scales of groups, if its layers and head have these formats."""
     layers, table = _numbers(config)
     size = layers * method.bits / 8 + table * _head(head).bits / 8
@@ -299,12 +306,12 @@ def _numbers(config: ModelConfig) -> tuple[int, int]:
     return sizing.parameters(config) - table * (1 if config.tie_word_embeddings else 2), table
 
 
-def _head(name: str | None) -> Method:
+def _head(name: str | None) -> MethodFacts:
     return BF16 if name is None else next(each for each in METHODS if each.name == name)
 
 
 def _seconds(
-    config: ModelConfig, gpu: GPU, traffic: Traffic, method: Method, head: str | None, rows: int, token_bytes: int
+    config: ModelConfig, gpu: GPU, traffic: Traffic, method: MethodFacts, head: str | None, rows: int, token_bytes: int
 ) -> Seconds:
     """The time of `rows` requests that start together."""
     layers, table = _numbers(config)
@@ -318,7 +325,7 @@ def _seconds(
     return prompts * (tokens / chunk) + step * traffic.output_tokens
 
 
-def product(gpu: GPU, method: Method, numbers: int, rows: int) -> Seconds:
+def product(gpu: GPU, method: MethodFacts, numbers: int, rows: int) -> Seconds:
     """The time to multiply `rows` rows with matrices of so many numbers in all.  Lesson 08."""
     nbytes, rate = numbers * method.bits / 8, gpu.flops_per_s[method.products]
     share = method.alone if rows == 1 else method.few

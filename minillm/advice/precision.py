@@ -17,7 +17,9 @@ INPUT, OUTPUT = 512, 256  # tokens of a request, where nothing is known of the t
 log = logging.getLogger(__name__)
 
 
-def resolved(config: EngineConfig, place: Path | str, device: str, traffic: plan.Traffic | None = None) -> EngineConfig:
+def resolved(
+    config: EngineConfig, place: Path | str, device: str, traffic: plan.PlanTraffic | None = None
+) -> EngineConfig:
     """The options with a method, or None, in place of `quantization="auto"`; the log says which, and why.
 
     place    what `minillm.model.loader.resolve` returned
@@ -42,11 +44,11 @@ def resolved(config: EngineConfig, place: Path | str, device: str, traffic: plan
     return replace(config, quantization=chosen.quantization, quantized_head=head)
 
 
-def usual_traffic(config: EngineConfig, place: Path | str, requests: int) -> plan.Traffic:
+def usual_traffic(config: EngineConfig, place: Path | str, requests: int) -> plan.PlanTraffic:
     """So many requests of INPUT and OUTPUT tokens, or as many as max_model_len allows."""
     longest = config.max_model_len or read_config(place).max_model_len
     inputs = min(INPUT, longest // 2)
-    return plan.Traffic(inputs, min(OUTPUT, longest - inputs), requests)
+    return plan.PlanTraffic(inputs, min(OUTPUT, longest - inputs), requests)
 
 
 def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
@@ -68,7 +70,7 @@ def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
 
 
 def recommended(
-    config: EngineConfig, place: Path | str, device: str, traffic: plan.Traffic, *, any_cache: bool = False
+    config: EngineConfig, place: Path | str, device: str, traffic: plan.PlanTraffic, *, any_cache: bool = False
 ) -> Recommendation:
     """What is recommended for a model on this GPU, where no reason is against it. Raises ConfigError.
 

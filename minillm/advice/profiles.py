@@ -74,7 +74,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ProfileChoice:
     """All profiles of a model on this hardware, the one that `auto` takes, and why; `print` it for a table."""
 
     profiles: tuple[Profile, ...]
@@ -97,7 +97,7 @@ class Choice:
         return "\n".join([*lines, "", *self.reasons])
 
 
-def find(model: str | Path | None = None, **engine_options: Unpack[EngineOptions]) -> Choice:
+def find(model: str | Path | None = None, **engine_options: Unpack[EngineOptions]) -> ProfileChoice:
     """The profiles of a model, as `LLM` takes it, on this machine. Raises ConfigError."""
     config = EngineConfig.of(**engine_options)
     return choose(config, resolve(model), resolve_device(config.device))
@@ -110,7 +110,7 @@ def apply(model: str | Path | None, name: str, engine_options: EngineOptions) ->
     return cast(EngineOptions, chosen.options | {**engine_options})
 
 
-def choose(config: EngineConfig, place: Path | str, device: str) -> Choice:
+def choose(config: EngineConfig, place: Path | str, device: str) -> ProfileChoice:
     """The profiles of a model on this device; options that are set in `config` stay in all of them.
 
     place   what `minillm.model.loader.resolve` returned
@@ -121,10 +121,12 @@ def choose(config: EngineConfig, place: Path | str, device: str) -> Choice:
     nbytes = _bytes_given(config, place, here.dtype)
     if nbytes is not None:
         given = here.profile("given", nbytes)
-        return Choice((given,), given, (here.found, "The weights have a format already, so there is one profile."))
+        return ProfileChoice(
+            (given,), given, (here.found, "The weights have a format already, so there is one profile.")
+        )
     exact = here.profile("exact", sizing.weight_bytes(here.shape, here.dtype))
     if why := reason_against(config, place, device):
-        return Choice((exact,), exact, (here.found, f"There is one profile: {why}."))
+        return ProfileChoice((exact,), exact, (here.found, f"There is one profile: {why}."))
     any_cache, most = config.kv_cache_dtype == "auto", config.on(device).max_num_seqs
     alone, many = (
         recommended(config, place, device, usual_traffic(config, place, rows), any_cache=any_cache)
@@ -141,7 +143,7 @@ def choose(config: EngineConfig, place: Path | str, device: str) -> Choice:
     if not exact.requests:
         why = f"exact leaves no room for a request of {here.context:,} tokens, so auto takes compact."
     about = "Speeds are estimates, times bf16's; requests are those of max_model_len tokens that fit at once."
-    return Choice(profiles, exact if exact.requests else profiles[-1], (here.found, why, about))
+    return ProfileChoice(profiles, exact if exact.requests else profiles[-1], (here.found, why, about))
 
 
 def _bytes_given(config: EngineConfig, place: Path | str, dtype: str) -> int | None:

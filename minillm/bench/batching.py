@@ -27,12 +27,12 @@ from minillm.scheduler.policies import POLICIES, PolicyName
 from minillm.scheduler.scheduler import Scheduler
 
 from . import figures, offline, records, waste, workloads
-from .clients import Measured
+from .clients import RequestTimes
 from .workloads import BenchRequest
 
 
 @dataclass(frozen=True)
-class Load:
+class BatchingLoad:
     """How much of the traffic runs, and how."""
 
     rows: int  # most requests in a step
@@ -43,8 +43,8 @@ class Load:
 
 
 DEFAULTS = {
-    "cpu": Load(rows=64, scale=8, speed=1.0, chunk=128, arriving=96),
-    "cuda": Load(rows=128, scale=1, speed=12.0, chunk=512, arriving=400),
+    "cpu": BatchingLoad(rows=64, scale=8, speed=1.0, chunk=128, arriving=96),
+    "cuda": BatchingLoad(rows=128, scale=1, speed=12.0, chunk=512, arriving=400),
 }
 PARTS = ("throughput", "latency", "prefix", "memory")
 TRACE = "conversation"
@@ -69,8 +69,8 @@ def run(
 ) -> dict:
     """Measure all four parts and return the record. Prints tables, then the record as one line of JSON.
 
-    traffic: a traffic trace's name, or a file. rows, scale, speed, chunk, arriving: see `Load`; default: those of the
-    device in DEFAULTS. repeat: timed runs of each setting, alternating; the record has the medians and all runs.
+    traffic: a traffic trace's name, or a file. rows, scale, speed, chunk, arriving: see `BatchingLoad`; default: those
+    of the device in DEFAULTS. repeat: timed runs of each setting, alternating; the record has the medians and all runs.
     json_path, quiet: as `records.publish`. engine_options: as `LLM`. Raises ConfigError.
     """
     if repeat < 1:
@@ -79,7 +79,7 @@ def run(
     device = engine_options.get("device", "auto")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
     usual = DEFAULTS[device]
-    load = Load(
+    load = BatchingLoad(
         rows=usual.rows if rows is None else rows,
         scale=usual.scale if scale is None else scale,
         speed=usual.speed if speed is None else speed,
@@ -224,15 +224,15 @@ def ask(llm: LLM, rounds: Sequence[Sequence[BenchRequest]]) -> int:
     return total
 
 
-def play(engine: Engine, work: Sequence[BenchRequest]) -> list[Measured]:
+def play(engine: Engine, work: Sequence[BenchRequest]) -> list[RequestTimes]:
     """Submit each request when it is due, regardless of what still runs, and record when its tokens arrive."""
-    measured = [Measured(each.due) for each in work]
+    measured = [RequestTimes(each.due) for each in work]
     begun = time.perf_counter()
 
     def now() -> float:
         return time.perf_counter() - begun
 
-    def listener(seen: Measured) -> Callable:
+    def listener(seen: RequestTimes) -> Callable:
         def hear(delta: Delta) -> None:
             if delta.token_ids:
                 seen.arrivals.append((now(), len(delta.token_ids)))

@@ -34,12 +34,12 @@ from minillm.request import SamplingParams
 from minillm.scheduler.step import Step
 
 from . import offline, profiling, records, roofline, workloads
-from .roofline import Limits, floor_seconds
+from .roofline import PeakRates, floor_seconds
 
 PARTS = ("matrix products", "attention", "head and sampling")
 
 
-def step_floor(llm: LLM, step: Step, limits: Limits) -> dict[str, float]:
+def step_floor(llm: LLM, step: Step, limits: PeakRates) -> dict[str, float]:
     """The least seconds of a step on a chip with these limits, by PARTS; the module's docstring says what counts."""
     tokens, samples = int(step.queries.sum()), int(step.samples.sum())
     work = {
@@ -128,7 +128,7 @@ def run(
     return records.publish(content, json_path, quiet=quiet)
 
 
-def measure(llm: LLM, work: Sequence[workloads.BenchRequest], limits: Limits, repeat: int) -> dict:
+def measure(llm: LLM, work: Sequence[workloads.BenchRequest], limits: PeakRates, repeat: int) -> dict:
     """One workload's floor, rate, shares of time, and host time per step."""
     generate(llm, work)  # captures graphs, compiles kernels
     runs = []
@@ -174,7 +174,7 @@ def _shares(llm: LLM, work: Sequence[workloads.BenchRequest], timed: profiling.R
     return shares | {"GPU idle": round(max(0.0, 1 - sum(shares.values())), 4)}
 
 
-def table(results: Sequence[dict], limits: Limits | None = None) -> str:
+def table(results: Sequence[dict], limits: PeakRates | None = None) -> str:
     """One line per workload, below the limits and the table's head unless `limits` is None."""
     lines = []
     columns = (*profiling.GROUPS, "GPU idle")

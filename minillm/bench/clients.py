@@ -44,7 +44,7 @@ class BrokenAnswer(MinillmError):
 
 
 @dataclass
-class Measured:
+class RequestTimes:
     """One request as its client saw it; times are in seconds since the run began.
 
     due: when it should have been sent. Latencies count from there: a user also waits while the request is not yet
@@ -127,14 +127,14 @@ def words(ids: Sequence[int]) -> str:
     return " ".join(WORDS[each % len(WORDS)] for each in ids)
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """A connection that carries one request at a time, and others after it if the server keeps it open."""
 
     def __init__(self) -> None:
         self.reusable = self.used = False
         self._buffer = b""
         self._read: Callable[[], bool] | None = None  # takes what it can from the buffer; True at the answer's end
-        self._answer: Answer | None = None
+        self._answer: StreamedAnswer | None = None
         self._done: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
         self.reusable = True
 
-    async def ask(self, message: bytes, answer: "Answer") -> None:
+    async def ask(self, message: bytes, answer: "StreamedAnswer") -> None:
         """Send a request and read its whole answer. Raises BrokenAnswer or OSError."""
         self._answer, self._buffer, self._read = answer, b"", self._head
         self._done = asyncio.get_running_loop().create_future()
@@ -244,13 +244,13 @@ class Connection(asyncio.Protocol):
         return False
 
 
-class Answer:
+class StreamedAnswer:
     """A streamed completion as it comes in: notes in `seen` when each of its events brings how many tokens.
 
     start: the run's first moment on the clock of `time.monotonic`.
     """
 
-    def __init__(self, seen: Measured, start: float) -> None:
+    def __init__(self, seen: RequestTimes, start: float) -> None:
         self.seen, self.start = seen, start
         self.status = 0  # 0 before the answer's first line
         self.now = 0.0
@@ -334,7 +334,7 @@ class Client:
     def __init__(self, target: Target, start: float | None = None) -> None:
         self.target = target
         self.start = time.monotonic() if start is None else start
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
         self._messages: dict[int, bytes] = {}
 
     def prepare(self, work: Iterable[BenchRequest]) -> None:
@@ -344,10 +344,10 @@ class Client:
     def now(self) -> float:
         return time.monotonic() - self.start
 
-    async def ask(self, request: BenchRequest, due: float) -> Measured:
+    async def ask(self, request: BenchRequest, due: float) -> RequestTimes:
         """Stream one completion. Its errors are recorded, not raised."""
         message = self._messages.get(id(request)) or self.target.message(request)
-        seen = Measured(due, sent=self.now())
+        seen = RequestTimes(due, sent=self.now())
         try:
             answer = await self._exchange(message, seen)
             answer.finish(request.output_tokens if self.target.exact else None)
@@ -356,10 +356,10 @@ class Client:
         seen.end = self.now()
         return seen
 
-    async def _exchange(self, message: bytes, seen: Measured) -> Answer:
+    async def _exchange(self, message: bytes, seen: RequestTimes) -> StreamedAnswer:
         while True:
             connection = await self._connection()
-            answer = Answer(seen, self.start)
+            answer = StreamedAnswer(seen, self.start)
             again = connection.used
             try:
                 await connection.ask(message, answer)
@@ -371,7 +371,7 @@ class Client:
                 self._idle.append(connection)
             return answer
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> ClientConnection:
         while self._idle:
             if (idle := self._idle.pop()).reusable:
                 return idle
@@ -379,17 +379,17 @@ class Client:
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if secure else 80)
         loop = asyncio.get_running_loop()
-        return (await loop.create_connection(Connection, parts.hostname or "", port, ssl=secure))[1]
+        return (await loop.create_connection(ClientConnection, parts.hostname or "", port, ssl=secure))[1]
 
     def close(self) -> None:
         for connection in self._idle:
             connection.close()
 
 
-async def closed_loop(client: Client, work: Sequence[BenchRequest], concurrency: int) -> list[Measured]:
+async def closed_loop(client: Client, work: Sequence[BenchRequest], concurrency: int) -> list[RequestTimes]:
     """`concurrency` clients take the requests in order; each sends its next one when its last is answered."""
     queue = iter(enumerate(work))
-    measured: dict[int, Measured] = {}
+    measured: dict[int, RequestTimes] = {}
 
     async def one_client() -> None:
         for index, request in queue:
@@ -399,10 +399,10 @@ async def closed_loop(client: Client, work: Sequence[BenchRequest], concurrency:
     return [measured[index] for index in range(len(work))]
 
 
-async def open_loop(client: Client, work: Sequence[BenchRequest]) -> list[Measured]:
+async def open_loop(client: Client, work: Sequence[BenchRequest]) -> list[RequestTimes]:
     """Send every request when it is due, regardless of what still runs: a slow server gets a growing queue."""
 
-    async def one_request(request: BenchRequest) -> Measured:
+    async def one_request(request: BenchRequest) -> RequestTimes:
         await asyncio.sleep(max(0.0, request.due - client.now()))
         return await client.ask(request, request.due)
 

@@ -1,6 +1,6 @@
 """What a serving run says: rates, percentiles, the steady state, intervals, goodput and cost.  Lesson 99.
 
-Everything is computed from `Measured` requests after the run, by numpy only where it draws samples.
+Everything is computed from `RequestTimes` requests after the run, by numpy only where it draws samples.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from minillm.errors import ConfigError
 
 from . import workloads
-from .clients import Measured
+from .clients import RequestTimes
 from .workloads import BenchRequest
 
 PERCENTILES = (50, 90, 99)
@@ -22,7 +22,7 @@ POSITIONS = 64  # points of the latency by position
 LIMITS = ("ttft", "itl", "e2e")
 
 
-def summary(work: Sequence[BenchRequest], measured: Sequence[Measured]) -> dict:
+def summary(work: Sequence[BenchRequest], measured: Sequence[RequestTimes]) -> dict:
     """Rates, and percentiles of what the clients of answered requests saw; `each` has the requests one by one.
 
     tokens_per_event: how many tokens an event of a stream brought on average. late_s: how late requests were sent. It
@@ -50,7 +50,7 @@ def summary(work: Sequence[BenchRequest], measured: Sequence[Measured]) -> dict:
     }
 
 
-def latencies(answered: Sequence[Measured]) -> dict[str, dict[str, float | None]]:
+def latencies(answered: Sequence[RequestTimes]) -> dict[str, dict[str, float | None]]:
     """Percentiles of the time to the first token, between tokens, and of whole answers."""
     return {
         "ttft_s": percentiles([each.ttft for each in answered]),
@@ -59,7 +59,7 @@ def latencies(answered: Sequence[Measured]) -> dict[str, dict[str, float | None]
     }
 
 
-def _one(seen: Measured, input_tokens: int) -> dict:
+def _one(seen: RequestTimes, input_tokens: int) -> dict:
     first = None if seen.refused else round(seen.arrivals[0][0], 5)
     times = {"due": round(seen.due, 5), "first_token": first, "end": round(seen.end, 5)}
     return times | {"input_tokens": input_tokens, "output_tokens": seen.output_tokens}
@@ -74,7 +74,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     return found | {"mean": round(statistics.fmean(values), 6)}
 
 
-def steady(measured: Sequence[Measured], seed: int = 0) -> dict | None:
+def steady(measured: Sequence[RequestTimes], seed: int = 0) -> dict | None:
     """Rates and latencies while the server is full; None if it is full for less time than its median answer takes.
 
     It fills until the first answer is complete, and empties once the last request is sent: the time between counts. In
@@ -114,7 +114,7 @@ def batch_means(rates: Sequence[float]) -> list[float]:
     return [round(mean - half, 1), round(mean + half, 1)]
 
 
-def intervals(answered: Sequence[Measured], seed: int = 0) -> dict[str, dict[str, list[float]]]:
+def intervals(answered: Sequence[RequestTimes], seed: int = 0) -> dict[str, dict[str, list[float]]]:
     """95% confidence intervals of latencies, by drawing the requests again and again with replacement (bootstrap).
 
     The gaps of one request are not independent, so that of `itl_s` is of the requests' mean gaps.
@@ -145,14 +145,14 @@ def _bootstrap(values: Sequence[float], seed: int) -> dict[str, list[float]]:
     return {name: [round(float(v), 6) for v in np.percentile(each, (2.5, 97.5))] for name, each in found.items()}
 
 
-def mean_gap(seen: Measured) -> float | None:
+def mean_gap(seen: RequestTimes) -> float | None:
     """Mean seconds between the tokens of one request; None with a single token."""
     if seen.output_tokens < 2:
         return None
     return (seen.arrivals[-1][0] - seen.arrivals[0][0]) / (seen.output_tokens - 1)
 
 
-def by_position(answered: Sequence[Measured]) -> list[dict]:
+def by_position(answered: Sequence[RequestTimes]) -> list[dict]:
     """Percentiles of the gap before the second token, the third, and so on: at most POSITIONS points.
 
     Longer answers have several neighboring positions in a point; `position` is the first of them.
@@ -189,7 +189,7 @@ def check_slo(slo: Mapping[str, float]) -> dict[str, float]:
     return dict(slo)
 
 
-def goodput(measured: Sequence[Measured], slo: Mapping[str, float]) -> dict:
+def goodput(measured: Sequence[RequestTimes], slo: Mapping[str, float]) -> dict:
     """How many requests meet all limits of an SLO: each second, and which share. A refused request meets none.
 
     slo: most seconds to the first token (ttft), between tokens on average (itl), and for the whole answer (e2e).
@@ -199,7 +199,7 @@ def goodput(measured: Sequence[Measured], slo: Mapping[str, float]) -> dict:
     return {"slo": dict(slo), "requests_per_s": round(good / seconds, 3), "share": round(good / len(measured), 4)}
 
 
-def _meets(seen: Measured, slo: Mapping[str, float]) -> bool:
+def _meets(seen: RequestTimes, slo: Mapping[str, float]) -> bool:
     if seen.refused:
         return False
     took = {"ttft": seen.ttft, "itl": mean_gap(seen) or 0.0, "e2e": seen.e2e}

@@ -24,7 +24,7 @@ from typing import IO
 
 from minillm.errors import ConfigError, MinillmError
 
-from .clients import Client, Measured, Target, closed_loop, open_loop
+from .clients import Client, RequestTimes, Target, closed_loop, open_loop
 from .workloads import BenchRequest
 
 READY = b"ready\n"
@@ -49,7 +49,7 @@ class Share:
 class Report:
     """What one process measured; cpu_s: its processor time during the run."""
 
-    measured: list[Measured]
+    measured: list[RequestTimes]
     cpu_s: float
 
 
@@ -68,7 +68,7 @@ def run(
     generators: int = 1,
     warmup: Sequence[BenchRequest] = (),
     timeout: float = 600.0,
-) -> tuple[list[Measured], list[float]]:
+) -> tuple[list[RequestTimes], list[float]]:
     """Send `work` from this many processes; return what was measured, in `work`'s order, and each one's CPU seconds.
 
     Requests go to processes in turn, in a closed loop to the clients in turn. timeout: seconds for everything. Raises
@@ -83,7 +83,7 @@ def run(
     for place, request in enumerate(warmup):
         shares[place % count].warmup.append(request)
     reports = _measure(shares, timeout)
-    measured: dict[int, Measured] = {}
+    measured: dict[int, RequestTimes] = {}
     for mine, report in zip(places, reports, strict=True):
         measured |= zip(mine, report.measured, strict=True)
     return [measured[place] for place in range(len(work))], [report.cpu_s for report in reports]

@@ -24,7 +24,7 @@ CALLS = 20
 
 
 @dataclass(frozen=True)
-class Limits:
+class PeakRates:
     """A device's measured peak rates: bytes per second read from memory, and operations per second."""
 
     bytes_per_s: float
@@ -50,7 +50,7 @@ class Point:
     def intensity(self) -> float:
         return self.operations / self.bytes
 
-    def floor(self, limits: Limits) -> float:
+    def floor(self, limits: PeakRates) -> float:
         """The least seconds that a machine with these limits needs for it."""
         return floor_seconds(self.bytes, self.operations, limits.bytes_per_s, limits.operations_per_s)
 
@@ -74,7 +74,7 @@ def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operatio
     return max(nbytes / bytes_per_s, operations / operations_per_s)
 
 
-def limits(device: str, dtype: torch.dtype, nbytes: int) -> Limits:
+def limits(device: str, dtype: torch.dtype, nbytes: int) -> PeakRates:
     """Measure a device by reading `nbytes` of memory and multiplying two large square matrices: best of several calls.
 
     nbytes: the model's own, since data that fits into a cache is read faster. It is read by a sum and by a product of
@@ -89,7 +89,7 @@ def limits(device: str, dtype: torch.dtype, nbytes: int) -> Limits:
     summing = nbytes / min(_seconds(lambda: numbers.sum(), device))
     reading = 4 * matrix.numel() / min(_seconds(lambda: matrix @ vector, device))
     multiplying = _seconds(lambda: square @ square, device)
-    return Limits(max(summing, reading), 2 * side**3 / min(multiplying))
+    return PeakRates(max(summing, reading), 2 * side**3 / min(multiplying))
 
 
 def _seconds(work: Callable[[], object], device: str) -> list[float]:
@@ -179,7 +179,7 @@ def run(
     return records.publish(content, json_path, table(points, found), quiet=quiet)
 
 
-def table(points: Sequence[Point], limits: Limits) -> str:
+def table(points: Sequence[Point], limits: PeakRates) -> str:
     """The limits, then for each step its floor, its measured time, and their ratio."""
     lines = [
         f"reads {limits.bytes_per_s / 1e9:,.1f} GB/s, computes {limits.operations_per_s / 1e12:,.2f} T operations/s,"

@@ -18,7 +18,7 @@ from minillm.errors import ConfigError
 
 from . import generators as processes
 from . import records, targets, traffic, workloads
-from .clients import Measured
+from .clients import RequestTimes
 from .figures import PERCENTILES, by_position, check_slo, cost, goodput, intervals, percentiles, steady, summary
 from .generators import LoadError
 from .reports import arriving, generator_share, table, tables
@@ -28,7 +28,7 @@ from .workloads import BenchRequest
 __all__ = [
     "PERCENTILES",
     "LoadError",
-    "Measured",
+    "RequestTimes",
     "arriving",
     "generator_share",
     "percentiles",
@@ -182,7 +182,7 @@ def _facts(server: targets.Server, load: Load, seed: int) -> dict[str, Any]:
     return asked | load.facts
 
 
-def _result(work: Sequence[BenchRequest], measured: Sequence[Measured], seed: int) -> dict[str, Any]:
+def _result(work: Sequence[BenchRequest], measured: Sequence[RequestTimes], seed: int) -> dict[str, Any]:
     """All figures of a run. Raises LoadError if a request failed."""
     failed = [each.error for each in measured if each.error]
     if failed:

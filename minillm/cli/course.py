@@ -46,7 +46,7 @@ def grade(
         limits = grading.Limits(time_limit, memory_gb)
         count = jobs or max(1, (os.cpu_count() or 1) // 2)
         graded = grading.grade(folder, limits, count, said=print, learner=learner)
-        table = grade_table.Table(graded)
+        table = grade_table.GradeTable(graded)
         print(", ".join(f"{number} {status}" for status, number in table.counts().most_common()) or "nothing graded")
         for path in grade_table.write(graded, out):
             print(path)

@@ -15,7 +15,7 @@ STEPS = ((1.05, "Low"), (1.5, "Medium"))  # a gain below the first is low, below
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodRow:
     """A row of the table. few, many, accuracy, time: NVIDIA's words; the others are names in our two records."""
 
     few: str  # faster at batch sizes up to 4
@@ -27,13 +27,13 @@ class Method:
 
 
 METHODS = {
-    "FP8 (W8A8)": Method("Medium", "Medium", "Very low", "minutes", "fp8", "fp8"),
-    "INT8 SmoothQuant (W8A8)": Method("Medium", "Medium", "Medium", "minutes", "smoothquant", "w8a8 (smoothquant)"),
-    "INT8 weight-only (W8A16)": Method("Medium", "Low", "Low", "none", "int8", "int8"),
-    "INT4 weight-only (W4A16)": Method("High", "Low", "High", "none", "int4", "int4 g128 (awq, gptq)"),
-    "INT4 AWQ (W4A16)": Method("High", "Low", "Low", "tens of minutes", "awq", "int4 g128 (awq, gptq)"),
-    "INT4 GPTQ (W4A16)": Method("High", "Low", "Low", "tens of minutes", "gptq", "int4 g128 (awq, gptq)"),
-    "INT4-FP8 AWQ (W4A8)": Method("High", "Medium", "Low", "tens of minutes", "w4a8", "w4a8 g128, head int8"),
+    "FP8 (W8A8)": MethodRow("Medium", "Medium", "Very low", "minutes", "fp8", "fp8"),
+    "INT8 SmoothQuant (W8A8)": MethodRow("Medium", "Medium", "Medium", "minutes", "smoothquant", "w8a8 (smoothquant)"),
+    "INT8 weight-only (W8A16)": MethodRow("Medium", "Low", "Low", "none", "int8", "int8"),
+    "INT4 weight-only (W4A16)": MethodRow("High", "Low", "High", "none", "int4", "int4 g128 (awq, gptq)"),
+    "INT4 AWQ (W4A16)": MethodRow("High", "Low", "Low", "tens of minutes", "awq", "int4 g128 (awq, gptq)"),
+    "INT4 GPTQ (W4A16)": MethodRow("High", "Low", "Low", "tens of minutes", "gptq", "int4 g128 (awq, gptq)"),
+    "INT4-FP8 AWQ (W4A8)": MethodRow("High", "Medium", "Low", "tens of minutes", "w4a8", "w4a8 g128, head int8"),
 }
 
 
@@ -54,7 +54,7 @@ class Measured:
     seconds: float
 
 
-def measured(methods: Mapping[str, Method] = METHODS) -> dict[str, Measured]:
+def measured(methods: Mapping[str, MethodRow] = METHODS) -> dict[str, Measured]:
     """Of each method. Speeds are those with a cache in bfloat16."""
     speed = [row for row in records.read(SPEED)["results"] if row["kv_cache_dtype"] == "bfloat16"]
     quality = {row["quantization"]: row for row in records.read(QUALITY)["results"]}

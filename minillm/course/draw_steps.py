@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from minillm.bench.roofline import Limits, Point
+from minillm.bench.roofline import PeakRates, Point
 
 PREFILL, DECODE, FLOOR = "tab:orange", "tab:blue", "dimgray"
 
@@ -31,7 +31,7 @@ def steps(milliseconds: Sequence[float], computed: Sequence[int]) -> None:
     axes[1].legend()
 
 
-def columns(seconds: Mapping[int, float], numbers: int, size: int, limits: Limits) -> None:
+def columns(seconds: Mapping[int, float], numbers: int, size: int, limits: PeakRates) -> None:
     """Time to multiply `numbers` weights of `size` bytes, by number of columns, with both limits."""
     _, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
     counts, first = list(seconds), seconds[min(seconds)]
@@ -61,7 +61,7 @@ def time_of_a_step(parts: Mapping[str, float], floor: float) -> None:
     axis.legend(fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.45))
 
 
-def roofs(panels: Mapping[str, tuple[Limits, Sequence[Point]]]) -> None:
+def roofs(panels: Mapping[str, tuple[PeakRates, Sequence[Point]]]) -> None:
     """A roofline per panel: title -> (limits, steps)."""
     _, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), layout="constrained")
     for axis, (title, (limits, points)) in zip(axes, panels.items(), strict=True):
@@ -69,7 +69,7 @@ def roofs(panels: Mapping[str, tuple[Limits, Sequence[Point]]]) -> None:
         axis.set_title(title)
 
 
-def _roof(axis: Axes, limits: Limits, points: Sequence[Point]) -> None:
+def _roof(axis: Axes, limits: PeakRates, points: Sequence[Point]) -> None:
     xs = [0.2, limits.ridge, 12 * max(limits.ridge, *(point.intensity for point in points))]
     heights = [min(x * limits.bytes_per_s, limits.operations_per_s) / 1e9 for x in xs]
     axis.plot(xs, heights, color="gray", label="limit of the machine")

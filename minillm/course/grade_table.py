@@ -76,7 +76,7 @@ class Row:
         return sum(outcome.status == PASSED for outcome in self.outcomes)
 
 
-class Table:
+class GradeTable:
     """Learners by exercises. Of a learner's several notebooks of a lesson, the best outcome of each exercise counts."""
 
     def __init__(self, graded: Sequence[Graded]):
@@ -141,7 +141,7 @@ class Table:
 
 def write(graded: Sequence[Graded], out: Path) -> list[Path]:
     """Write OUT.csv and OUT.html and return both paths. out: a path without a suffix."""
-    table = Table(graded)
+    table = GradeTable(graded)
     out.parent.mkdir(parents=True, exist_ok=True)
     paths = [out.with_name(f"{out.name}.{kind}") for kind in ("csv", "html")]
     encodings = ("utf-8-sig", "utf-8")  # Excel takes a CSV file without a mark for one of an older encoding

@@ -15,7 +15,7 @@ from minillm.course.stubs import solved
 
 def timings(due: float, arrivals: list[tuple[float, int]]) -> tuple[float, list[float], float]:
     """(TTFT, gaps, end-to-end) of one request, as the load generator computes them."""
-    seen = serve.Measured(due=due, arrivals=arrivals, end=arrivals[-1][0])
+    seen = serve.RequestTimes(due=due, arrivals=arrivals, end=arrivals[-1][0])
     return seen.ttft, list(seen.gaps), seen.e2e
 
 
@@ -66,7 +66,7 @@ def random_prompt(tokens: int, vocab_size: int, seed: int) -> list[int]:
     return torch.randint(10, vocab_size, (tokens,), generator=made).tolist()
 
 
-def floors_ms(llm: LLM, limits: roofline.Limits, prompt: int) -> tuple[float, float]:
+def floors_ms(llm: LLM, limits: roofline.PeakRates, prompt: int) -> tuple[float, float]:
     """The least (ITL, TTFT) of a lone request, in milliseconds: reading the weights; a prefill of `prompt` tokens."""
     nbytes, operations = roofline.step_work(llm, prompt, 1)
     prefill = max(nbytes / limits.bytes_per_s, operations / limits.operations_per_s)

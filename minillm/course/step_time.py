@@ -69,11 +69,11 @@ def without_idle(point: roofline.Point, config: ModelConfig) -> roofline.Point:
     return replace(point, operations=point.operations - 2 * (point.tokens - 1) * mlp)
 
 
-def recorded(name: str) -> tuple[roofline.Limits, list[roofline.Point]]:
+def recorded(name: str) -> tuple[roofline.PeakRates, list[roofline.Point]]:
     """The limits and the steps of a committed record of `minillm bench roofline`."""
     found = records.read(name)
     points = [without_idle(roofline.Point(**each), PRESETS[found["model"]]) for each in found["results"]]
-    return roofline.Limits(found["bytes_per_s"], found["operations_per_s"]), points
+    return roofline.PeakRates(found["bytes_per_s"], found["operations_per_s"]), points
 
 
 @dataclass

@@ -36,7 +36,7 @@ from minillm.tokenizer import Tokenizer
 from .accuracy import Answers, answers
 from .prompts import tokenizer_of
 from .sources import load_text
-from .tasks import Workload, held_out
+from .tasks import Task, held_out
 
 log = logging.getLogger(__name__)
 WINDOW = 1024  # tokens that are read at once, if the context holds as many
@@ -127,7 +127,7 @@ class Comparison:
     """
 
     def __init__(
-        self, llm: LLM, directory: Path, workload: Workload, limit: int | None = None, tokens: int | None = None
+        self, llm: LLM, directory: Path, workload: Task, limit: int | None = None, tokens: int | None = None
     ) -> None:
         begin, tokenizer = time.perf_counter(), tokenizer_of(llm)
         ids = tokenizer.encode(load_text())[len(tokenizer.prefix) :][:tokens]

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 from .accuracy import accuracy
 from .perplexity import perplexity
 from .prompts import tokenizer_of
-from .tasks import Workload, workloads
+from .tasks import Task, workloads
 
 if TYPE_CHECKING:
     from minillm.engine.llm import LLM
 
 
-def quality(
-    llm: "LLM", limit: int | None = None, measured: Sequence[Workload] | None = None
-) -> Iterator[dict[str, Any]]:
+def quality(llm: "LLM", limit: int | None = None, measured: Sequence[Task] | None = None) -> Iterator[dict[str, Any]]:
     """Yield one result for each workload, in the form of a record's results, as soon as it is measured.
 
     limit     ask at most this many questions of each set, evenly spread; the text is always read in full

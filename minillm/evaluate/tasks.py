@@ -24,7 +24,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Workload:
+class Task:
     """Questions and how many examples each is asked with; without questions, the held-out text."""
 
     name: str
@@ -33,27 +33,27 @@ class Workload:
     shots: int = 0
 
 
-def workloads(tasks: Sequence[str] = DEFAULT) -> list[Workload]:
+def workloads(tasks: Sequence[str] = DEFAULT) -> list[Task]:
     """The workloads of these tasks, loaded. Raises ConfigError for an unknown one; Unreachable, offline."""
     found = []
     for task in tasks:
         if task == "text":
-            found.append(Workload("held-out-text"))
+            found.append(Task("held-out-text"))
         elif task == "isles":
             held_out, asked, examples = load_questions(), load_questions(split="asked"), load_questions(split="dev")
-            found.append(Workload("questions-held-out-5-shot", held_out, examples, 5))
-            found.append(Workload("questions-held-out-0-shot", held_out))
-            found.append(Workload("questions-asked-5-shot", asked, examples, 5))
+            found.append(Task("questions-held-out-5-shot", held_out, examples, 5))
+            found.append(Task("questions-held-out-0-shot", held_out))
+            found.append(Task("questions-asked-5-shot", asked, examples, 5))
         else:
             found.append(_of_mmlu(task))
     return found
 
 
-def held_out(task: str) -> Workload:
+def held_out(task: str) -> Task:
     """The one workload that compares models on a task's questions. Raises as `workloads` does."""
     if task == "text":
         raise ConfigError("a comparison reads the text in any case: give a task that has questions, isles or mmlu")
-    return Workload("questions-held-out-0-shot", load_questions()) if task == "isles" else _of_mmlu(task)
+    return Task("questions-held-out-0-shot", load_questions()) if task == "isles" else _of_mmlu(task)
 
 
 def mmlu_is_here() -> bool:
@@ -63,7 +63,7 @@ def mmlu_is_here() -> bool:
     return (Path(config.HF_DATASETS_CACHE) / MMLU.replace("/", "___") / "all").is_dir()
 
 
-def _of_mmlu(task: str) -> Workload:
+def _of_mmlu(task: str) -> Task:
     name, _, subject = task.partition("_")
     folder = Path(task).expanduser()
     if name != "mmlu" and not folder.is_dir():
@@ -75,4 +75,4 @@ def _of_mmlu(task: str) -> Workload:
         questions, examples = (load_questions(source, split, subjects) for split in ("test", "dev"))
     except Unreachable as error:
         raise Unreachable(f"{error}. The embedded twin of MMLU needs no network: --tasks isles") from error
-    return Workload(f"{task if name == 'mmlu' else folder.name}-5-shot", questions, examples, 5)
+    return Task(f"{task if name == 'mmlu' else folder.name}-5-shot", questions, examples, 5)

@@ -27,12 +27,12 @@ from minillm.evaluate.compare import (
     stored,
     stored_bytes,
 )
-from minillm.evaluate.tasks import Workload, held_out
+from minillm.evaluate.tasks import Task, held_out
 from minillm.model.loader import read_config, resolve_device, simulated
 from minillm.request import SamplingParams
 from minillm.server import running
 
-from .settings import BF16, WORKLOADS, Settings
+from .settings import BF16, WORKLOADS, ReportSettings
 
 log = logging.getLogger(__name__)
 PROBE = 256  # tokens of the prompt that a model's speed is estimated with
@@ -52,7 +52,7 @@ class Version:
 
 
 @dataclass
-class Measured:
+class Measurements:
     """rows: results, each with its `part` and `version`. failures: what could not be measured, and why."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Measured:
 
 
 def versions_of(
-    llm: LLM, place: Path, settings: Settings, options: Mapping[str, Any], usual: bool = False
+    llm: LLM, place: Path, settings: ReportSettings, options: Mapping[str, Any], usual: bool = False
 ) -> tuple[list[Version], dict[str, str]]:
     """The unquantized version first, in the dtype that the engine computes in, then bf16, then those of the settings.
 
@@ -136,15 +136,15 @@ def prompt_speed(llm: LLM) -> float:
 def measure(
     place: Path,
     versions: list[Version],
-    settings: Settings,
+    settings: ReportSettings,
     options: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
-) -> Measured:
+) -> Measurements:
     """All parts of all versions. place: the unquantized model's directory. say: called before each version.
 
     Raises ConfigError for a task that does not exist.
     """
-    found, comparison = Measured(), None
+    found, comparison = Measurements(), None
     try:
         questions = held_out(settings.task)
     except Unreachable as error:
@@ -178,7 +178,7 @@ def measure(
 
 
 def _reference(
-    found: Measured, place: Path, questions: Workload, settings: Settings, options: Mapping[str, Any]
+    found: Measurements, place: Path, questions: Task, settings: ReportSettings, options: Mapping[str, Any]
 ) -> Comparison | None:
     """The model in float32 with its answers; None if they could not be had."""
     with found.part("quality", REFERENCE), LLM(place, **in_float32(options)) as llm:
@@ -188,7 +188,7 @@ def _reference(
     return None
 
 
-def _size_and_quality(found: Measured, version: Version, directory: Path, comparison: Comparison | None) -> None:
+def _size_and_quality(found: Measurements, version: Version, directory: Path, comparison: Comparison | None) -> None:
     with found.part("size", version.name), LLM(directory, **version.options) as llm:
         model = llm.engine.model
         spec = model.cache_spec.name
@@ -201,13 +201,13 @@ def _size_and_quality(found: Measured, version: Version, directory: Path, compar
                 found.add("quality", version.name, comparison.measure(version.name, llm, directory))
 
 
-def _offline(found: Measured, part: str, version: Version, directory: Path, settings: Settings) -> None:
+def _offline(found: Measurements, part: str, version: Version, directory: Path, settings: ReportSettings) -> None:
     work = {"workload": WORKLOADS, "scale": settings.scale, "requests": settings.requests, "repeat": settings.repeat}
     for row in offline.run(directory, **{**version.options, **work}, quiet=True)["results"]:
         found.add(part, version.name, _priced(row, settings) | {"model": version.name})
 
 
-def _serving(found: Measured, version: Version, directory: Path, settings: Settings) -> None:
+def _serving(found: Measurements, version: Version, directory: Path, settings: ReportSettings) -> None:
     """The four query patterns against a server, whose engine runs in this process as `minillm serve` does in one."""
     with LLM(directory, **version.options) as llm:
         llm.warm_up()
@@ -232,7 +232,7 @@ def comparable(served: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     return [row | {"steady": None} for row in served]
 
 
-def _priced(row: dict[str, Any], settings: Settings) -> dict[str, Any]:
+def _priced(row: dict[str, Any], settings: ReportSettings) -> dict[str, Any]:
     return row if settings.price is None else row | {"cost": cost(row, settings.price)}
 
 

@@ -30,7 +30,7 @@ NEEDED = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class ReportSettings:
     """How much is measured.
 
     versions  names as `minillm eval --compare` takes; None: all methods that fit the model
@@ -78,7 +78,7 @@ def settle(
     requests: int | None = None,
     served: Sequence[str] = (),
     price: float | None = None,
-) -> Settings:
+) -> ReportSettings:
     """The settings for a model and a device; what is given replaces the default.
 
     context: tokens that the model reads at most. speed: prompt tokens it reads per second here: a quick report of a
@@ -108,7 +108,7 @@ def settle(
 
     many = {(True, True): 256, (True, False): 16, (False, True): 1024, (False, False): 64}[quick, gpu]
     sent = {(True, True): 128, (True, False): 12, (False, True): 512, (False, False): 64}[quick, gpu]
-    return Settings(
+    return ReportSettings(
         versions=tuple(dict.fromkeys(versions)) or None,
         task=task,
         limit=(less(100, 20) if quick else None) if limit is None else limit,

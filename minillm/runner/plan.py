@@ -30,7 +30,7 @@ ANY_NUMBER = ("programs", "stages")  # launch fields of any positive value; the 
 
 
 @dataclass(frozen=True)
-class Traffic:
+class PlanTraffic:
     """What a plan is made for: prompt and output lengths in tokens, and the number of concurrent requests."""
 
     input_len: int
@@ -55,7 +55,7 @@ class Plan:
     gpu: dict[str, Any] | None  # name, capability, memory_gib; None: for a CPU
     versions: dict[str, str | None]
     model: dict[str, Any]  # the fields of ModelConfig that affect how long a step takes
-    traffic: Traffic
+    traffic: PlanTraffic
     options: dict[str, Any]  # of EngineConfig
     graphs: list[list[int]] = field(default_factory=list)  # decode steps to capture: [rows, blocks of a row]
     launches: list[dict[str, Any]] = field(default_factory=list)  # {"kernel", "sizes", "launch", measurements}
@@ -64,7 +64,7 @@ class Plan:
     format: int = FORMAT
 
     @classmethod
-    def made_here(cls, model: ModelConfig, traffic: Traffic, options: dict[str, Any], device: str) -> "Plan":
+    def made_here(cls, model: ModelConfig, traffic: PlanTraffic, options: dict[str, Any], device: str) -> "Plan":
         """A plan for this machine without any measurements."""
         return cls(gpu_here(device), versions_here(), shape(model), traffic, options)
 
@@ -84,7 +84,7 @@ class Plan:
         if format != FORMAT:
             raise ConfigError(f"{path} has format {format!r}, but this minillm reads format {FORMAT}; {AGAIN}")
         try:
-            plan = cls(**content | {"traffic": Traffic(**content["traffic"])})
+            plan = cls(**content | {"traffic": PlanTraffic(**content["traffic"])})
             plan._check_parts()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"the plan {path} is damaged ({error}); {AGAIN}") from None

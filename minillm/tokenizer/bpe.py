@@ -151,11 +151,11 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     return [symbol for symbol in symbols if symbol]
 
 
-class _Replaceable(Parts):
+class _Merging(Parts):
     """What `using` can replace in this module."""
 
     bpe_merge: Callable[[list[str], dict[tuple[str, str], int]], list[str]]
 
 
-PARTS = _Replaceable({"bpe_merge": merge})
+PARTS = _Merging({"bpe_merge": merge})
 register(lambda: [PARTS])

@@ -21,7 +21,7 @@ from minillm.request import SamplingParams
 from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.decode_graphs import DecodeGraphs
 from minillm.runner.executor import LocalExecutor
-from minillm.runner.plan import Plan, Traffic
+from minillm.runner.plan import Plan, PlanTraffic
 from minillm.runner.runner import Runner
 
 from . import trials
@@ -48,7 +48,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
         budgets, asked = budget_rates(llm, plan)
         steps: dict[DecodeShape, float] = {}
         asked_by: dict[DecodeShape, Asked] = {}
-        found: list[trials.Found] = []
+        found: list[trials.TuningResult] = []
         if runner.graphs is not None:
             steps, asked_by = decode_steps(runner, runner.graphs.decodes, plan.traffic)
             found = [*tune_decode(runner, plan.traffic, asked_by), *tune_products(runner, asked_by)]
@@ -78,7 +78,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
 
 
 def decode_steps(
-    runner: Runner, graphs: DecodeGraphs, traffic: Traffic
+    runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic
 ) -> tuple[dict[DecodeShape, float], dict[DecodeShape, Asked]]:
     """For each decode step of the traffic, its seconds with default launches, and the problems its kernels look up."""
     block = runner.state.block_size
@@ -94,7 +94,7 @@ def decode_steps(
     return seconds, asked_by
 
 
-def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: DecodeShape) -> float:
+def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic, shape: DecodeShape) -> float:
     """Seconds of one decode step whose rows are halfway through their outputs, captured with the current launches."""
     state, (size, width) = runner.state, shape
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
@@ -108,9 +108,9 @@ def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: 
     return statistics.median(trials.replay_seconds(captured, REPLAYS))
 
 
-def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.Found]:
+def tune_decode(runner: Runner, traffic: PlanTraffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.TuningResult]:
     """Tune tile and splits for the largest step; the others keep its tile and tune only their splits."""
-    found: list[trials.Found] = []
+    found: list[trials.TuningResult] = []
     tile: trials.Launch | None = None
     for shape in sorted(asked_by, reverse=True):
         for problem, default in asked_by[shape].items():
@@ -121,13 +121,13 @@ def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, As
     return found
 
 
-def tune_products(runner: Runner, asked_by: dict[DecodeShape, Asked]) -> list[trials.Found]:
+def tune_products(runner: Runner, asked_by: dict[DecodeShape, Asked]) -> list[trials.TuningResult]:
     asked = {problem: default for problems in asked_by.values() for problem, default in problems.items()}
     products = {problem: default for problem, default in asked.items() if problem.kernel in ("whole_rows", "long_rows")}
     return [report(trials.tune(each, own, trials.product_trial(each, runner))) for each, own in products.items()]
 
 
-def tune_prefill(runner: Runner, traffic: Traffic, asked: Asked, budget: int) -> list[trials.Found]:
+def tune_prefill(runner: Runner, traffic: PlanTraffic, asked: Asked, budget: int) -> list[trials.TuningResult]:
     """Tune the problems that steps of whole prompts look up; those of shorter chunks keep the default."""
     found = []
     for problem, default in asked.items():
@@ -142,11 +142,11 @@ def tune_prefill(runner: Runner, traffic: Traffic, asked: Asked, budget: int) ->
 
 def kept(
     runner: Runner,
-    traffic: Traffic,
+    traffic: PlanTraffic,
     steps: dict[DecodeShape, float],
     asked_by: dict[DecodeShape, Asked],
-    chosen: list[trials.Found],
-) -> tuple[list[trials.Found], dict[DecodeShape, float]]:
+    chosen: list[trials.TuningResult],
+) -> tuple[list[trials.TuningResult], dict[DecodeShape, float]]:
     """The prefill launches and those that also speed up decode steps, and the steps' seconds with them."""
     again = dict(steps)
     table = {each.problem: each.launch._asdict() for each in chosen}
@@ -203,7 +203,7 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
     return {each: requests * traffic.input_len / statistics.median(times[1:]) for each, times in seconds.items()}, asked
 
 
-def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float:
+def begin_seconds(llm: LLM, traffic: PlanTraffic, requests: int, seed: int) -> float:
     """Seconds to compute `requests` new prompts and the first few tokens of each output."""
     ids = np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (requests, traffic.input_len))
     params = SamplingParams(max_tokens=min(traffic.output_len, 8), temperature=1.0, ignore_eos=True)
@@ -253,7 +253,7 @@ def _runner(llm: LLM) -> Runner:
     return executor.runner
 
 
-def entry(found: trials.Found) -> dict:
+def entry(found: trials.TuningResult) -> dict:
     """One measured launch, in the form that a plan stores."""
     return {
         "kernel": found.problem.kernel,
@@ -264,7 +264,7 @@ def entry(found: trials.Found) -> dict:
     }
 
 
-def report(found: trials.Found) -> trials.Found:
+def report(found: trials.TuningResult) -> trials.TuningResult:
     """Log a result. Tuning takes minutes, and without output it would look like a hang."""
     sizes = " ".join(f"{name} {size}" for name, size in found.problem.sizes)
     change = "kept" if found.launch == found.default else f"-> {found.launch}, {1e6 * found.seconds:.1f} us"

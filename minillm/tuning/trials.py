@@ -22,7 +22,7 @@ from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.model.decoder import Layer
 from minillm.ops import reference
-from minillm.runner.plan import Traffic
+from minillm.runner.plan import PlanTraffic
 from minillm.runner.runner import Runner
 
 MARGIN = 0.02  # a launch must be this much faster than the kernel's default to replace it
@@ -45,7 +45,7 @@ class Trial:
 
 
 @dataclass
-class Found:
+class TuningResult:
     """The result of tuning one problem; times are seconds per call."""
 
     problem: Problem
@@ -57,9 +57,11 @@ class Found:
     refused: dict[Launch, str] = field(default_factory=dict)  # launch -> the reason
 
 
-def tune(problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Sequence], float] | None = None) -> Found:
+def tune(
+    problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Sequence], float] | None = None
+) -> TuningResult:
     """Find the fastest correct launch. It replaces the default only if it is clearly faster in two timings."""
-    found, seconds = Found(problem, default, default), seconds or graph_seconds
+    found, seconds = TuningResult(problem, default, default), seconds or graph_seconds
 
     def timed(launch: Launch) -> float:
         with launch_configs.using({problem: launch._asdict()}):
@@ -134,7 +136,7 @@ def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
 # ---- decode attention
 
 
-def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int, tile: Launch | None) -> Trial:
+def decode_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, width: int, tile: Launch | None) -> Trial:
     """Rows at random places in their outputs, on the engine's cache. tile: a launch whose tile to use, or None."""
     (sizes, dtype), shape = _sizes(problem), runner.model.config
     rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.state.block_size
@@ -189,7 +191,7 @@ def _decode_inputs(
 PREFILL = ("prefill_attention", "gathered_attention")  # of keys in blocks, and without gaps
 
 
-def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: int) -> Trial:
+def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget: int) -> Trial:
     """As many whole prompts as fit in a step, on the engine's cache."""
     (_, dtype), shape = _sizes(problem), runner.model.config
     tokens = min(traffic.input_len, budget)

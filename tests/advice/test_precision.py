@@ -62,7 +62,7 @@ def test_one_request_and_many_get_different_methods(on_gpu):
 
 def test_the_traffic_of_a_plan_counts(on_gpu, logged):
     on_gpu()
-    chosen(traffic=plan.Traffic(100, 20, 3))
+    chosen(traffic=plan.PlanTraffic(100, 20, 3))
     assert "for 3 requests (max_num_seqs) of 100 + 20 tokens" in logged()[0]
 
 

@@ -30,7 +30,7 @@ def on_gpu(monkeypatch):
     return found
 
 
-def names(choice: profiles.Choice) -> list[str]:
+def names(choice: profiles.ProfileChoice) -> list[str]:
     return [each.name for each in choice.profiles]
 
 

@@ -10,10 +10,10 @@ import torch
 from minillm import LLM
 from minillm.bench import breakdown, profiling, roofline, workloads
 from minillm.bench.breakdown import PARTS
-from minillm.bench.roofline import Limits
+from minillm.bench.roofline import PeakRates
 from minillm.scheduler import Step
 
-BYTES_ALONE, OPERATIONS_ALONE = Limits(1.0, float("inf")), Limits(float("inf"), 1.0)
+BYTES_ALONE, OPERATIONS_ALONE = PeakRates(1.0, float("inf")), PeakRates(float("inf"), 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_reading_and_computing_overlap_within_a_part_and_parts_run_in_sequence(l
     decode = step([20], [1], [True])
     reading = breakdown.step_floor(llm, decode, BYTES_ALONE)
     computing = breakdown.step_floor(llm, decode, OPERATIONS_ALONE)
-    both = breakdown.step_floor(llm, decode, Limits(1.0, 1.0))
+    both = breakdown.step_floor(llm, decode, PeakRates(1.0, 1.0))
     assert both == {part: max(reading[part], computing[part]) for part in PARTS}
 
 

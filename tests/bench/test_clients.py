@@ -7,7 +7,7 @@ import time
 import pytest
 
 from minillm.bench import clients, serve
-from minillm.bench.clients import Answer, BrokenAnswer, Client, Connection, Measured, Target
+from minillm.bench.clients import BrokenAnswer, Client, ClientConnection, RequestTimes, StreamedAnswer, Target
 from minillm.bench.workloads import BenchRequest
 from tests.bench.fake import at_once, faked
 
@@ -52,13 +52,13 @@ FORMS = {
 }
 
 
-def exchange(data: bytes, size: int, *, closes: bool = False) -> tuple[Measured, Answer, Connection]:
+def exchange(data: bytes, size: int, *, closes: bool = False) -> tuple[RequestTimes, StreamedAnswer, ClientConnection]:
     """What a client makes of an answer that comes in pieces of `size` bytes."""
-    seen = Measured(due=0.0)
-    answer = Answer(seen, time.monotonic())
+    seen = RequestTimes(due=0.0)
+    answer = StreamedAnswer(seen, time.monotonic())
 
     async def play():
-        connection = Connection()
+        connection = ClientConnection()
         connection.connection_made(Wire())
         asked = asyncio.create_task(connection.ask(b"request", answer))
         await asyncio.sleep(0)
@@ -212,7 +212,7 @@ def test_a_closed_loop_never_exceeds_its_number_of_clients():
             self.most = max(self.most, self.at_work)
             await asyncio.sleep(0)
             self.at_work -= 1
-            return Measured(due)
+            return RequestTimes(due)
 
     client = Counting()
     assert len(asyncio.run(clients.closed_loop(client, [BenchRequest([5], 1)] * 9, 3))) == 9
@@ -227,7 +227,7 @@ def test_the_latency_of_a_late_request_starts_when_it_was_due():
             return 5.0
 
         async def ask(self, request, due):
-            return Measured(due, sent=self.now(), arrivals=[(6.0, 1)], end=6.0)
+            return RequestTimes(due, sent=self.now(), arrivals=[(6.0, 1)], end=6.0)
 
     work = [BenchRequest([5], 1, due=due) for due in (1.0, 2.0)]
     measured = asyncio.run(clients.open_loop(Late(), work))

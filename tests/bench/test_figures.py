@@ -5,18 +5,18 @@ import random
 import pytest
 
 from minillm.bench import figures
-from minillm.bench.clients import Measured
+from minillm.bench.clients import RequestTimes
 from minillm.errors import ConfigError
 
 
-def request(sent: float, end: float, tokens: int = 5, *, refused: bool = False) -> Measured:
+def request(sent: float, end: float, tokens: int = 5, *, refused: bool = False) -> RequestTimes:
     """An answer whose tokens come one by one, evenly, the last at its end."""
     gap = (end - sent) / tokens
     arrivals = [] if refused else [(sent + gap * (place + 1), 1) for place in range(tokens)]
-    return Measured(due=sent, sent=sent, arrivals=arrivals, end=end, refused=refused)
+    return RequestTimes(due=sent, sent=sent, arrivals=arrivals, end=end, refused=refused)
 
 
-def closed_loop(clients: int, rounds: int, seconds: float) -> list[Measured]:
+def closed_loop(clients: int, rounds: int, seconds: float) -> list[RequestTimes]:
     """Clients whose answers take `seconds` each; client 0 is a little quicker in its first answer."""
     return [request(place * seconds, (place + 1) * seconds, 10) for place in range(rounds) for _ in range(clients)]
 
@@ -75,8 +75,8 @@ def test_a_bootstrap_interval_has_the_width_that_theory_gives():
 
 
 def test_gaps_are_pooled_by_the_position_of_their_token():
-    one = Measured(due=0.0, arrivals=[(1.0, 1), (2.0, 1), (4.0, 1)], end=4.0)
-    two = Measured(due=0.0, arrivals=[(1.0, 1), (2.5, 1)], end=2.5)
+    one = RequestTimes(due=0.0, arrivals=[(1.0, 1), (2.0, 1), (4.0, 1)], end=4.0)
+    two = RequestTimes(due=0.0, arrivals=[(1.0, 1), (2.5, 1)], end=2.5)
     points = figures.by_position([one, two])
     assert [(point["position"], point["p50"], point["p99"]) for point in points] == [(2, 1.0, 1.5), (3, 2.0, 2.0)]
     long = figures.by_position([request(0.0, 1.0, 1000)])

@@ -4,9 +4,9 @@ import pytest
 
 from minillm import LLM
 from minillm.bench import roofline
-from minillm.bench.roofline import Limits, Point
+from minillm.bench.roofline import PeakRates, Point
 
-LIMITS = Limits(bytes_per_s=100.0, operations_per_s=1000.0)
+LIMITS = PeakRates(bytes_per_s=100.0, operations_per_s=1000.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from minillm.errors import ConfigError
 pytest.importorskip("fastapi", reason="the load generator is tested against the server, which needs fastapi")
 
 from minillm.bench import plots, serve, workloads
-from minillm.bench.serve import Measured
+from minillm.bench.serve import RequestTimes
 from minillm.server import running
 from tests.bench.fake import at_once, faked, only_when_all_have_come
 from tests.waiting import TIMEOUT
@@ -84,7 +84,7 @@ def test_a_user_supplied_schedule_is_followed():
 
 
 def test_latency_counts_from_when_a_request_was_due():
-    seen = Measured(due=1.0, sent=3.0, arrivals=[(4.0, 1), (4.5, 1)], end=4.75)
+    seen = RequestTimes(due=1.0, sent=3.0, arrivals=[(4.0, 1), (4.5, 1)], end=4.75)
     assert (seen.ttft, seen.e2e, list(seen.gaps)) == (3.0, 3.75, [0.5])
 
 
@@ -158,11 +158,11 @@ def test_it_runs_inside_a_running_event_loop(server):
     ],
 )
 def test_every_token_but_the_first_has_an_inter_token_gap(arrivals, gaps):
-    assert list(Measured(due=0.25, arrivals=arrivals).gaps) == gaps
+    assert list(RequestTimes(due=0.25, arrivals=arrivals).gaps) == gaps
 
 
 def test_each_latency_is_of_what_it_says():
-    seen = Measured(due=1.0, sent=1.5, arrivals=[(3.0, 1), (3.5, 1), (4.5, 1)], end=5.0)
+    seen = RequestTimes(due=1.0, sent=1.5, arrivals=[(3.0, 1), (3.5, 1), (4.5, 1)], end=5.0)
     found = serve.summary([workloads.BenchRequest([1], 3)], [seen])
     means = {name: found[name]["mean"] for name in ("late_s", "ttft_s", "itl_s", "e2e_s")}
     assert means == {"late_s": 0.5, "ttft_s": 2.0, "itl_s": 0.75, "e2e_s": 4.0}

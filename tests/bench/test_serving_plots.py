@@ -3,14 +3,14 @@
 import pytest
 
 from minillm.bench import serve, serving_plots, traffic
-from minillm.bench.clients import Measured
+from minillm.bench.clients import RequestTimes
 
 
-def answered(place: int, prompt: int, tokens: int, clients: int) -> Measured:
+def answered(place: int, prompt: int, tokens: int, clients: int) -> RequestTimes:
     """Longer prompts wait longer, later tokens take longer, and more clients make all slower."""
     begin = place / clients
     arrivals = [(begin + clients * (prompt + 0.1 * token * token + 0.01 * place), 1) for token in range(tokens)]
-    return Measured(due=begin, sent=begin, arrivals=arrivals, end=arrivals[-1][0])
+    return RequestTimes(due=begin, sent=begin, arrivals=arrivals, end=arrivals[-1][0])
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_what_a_notebook_defines_decides_over_its_name(handed_in):
 def test_a_notebook_with_exercises_of_two_lessons_is_graded_for_both(handed_in):
     handed_in("bo/all.ipynb", "def rms_norm(): ...\ndef step_work(): ...", "def slots_of(): ...\n# slots_of is right")
     said = []
-    table = grade_table.Table(grading.grade(handed_in.folder, said=said.append))
+    table = grade_table.GradeTable(grading.grade(handed_in.folder, said=said.append))
     assert table.columns == ["00 rms_norm", "00 step_work", "09 slots_of"]
     assert [each.status for each in table.rows[0].outcomes] == ["not attempted", "not attempted", "passed"]
     assert said[1] == "bo/all.ipynb: slots_of passed"
@@ -94,7 +94,7 @@ def test_a_learner_whose_folder_has_no_notebook_is_in_the_table(handed_in):
         (handed_in.folder / name).mkdir()
     (handed_in.folder / "zed" / "answers.pdf").write_bytes(b"")
     said = []
-    rows = grade_table.Table(grading.grade(handed_in.folder, said=said.append)).rows
+    rows = grade_table.GradeTable(grading.grade(handed_in.folder, said=said.append)).rows
     assert [(row.learner, row.passed, row.problems) for row in rows] == [
         ("bo", 1, []),
         ("zed", 0, ["zed: no notebook (*.ipynb) in it"]),
@@ -125,7 +125,7 @@ def test_a_file_that_is_no_notebook_has_a_problem_and_the_others_are_graded(text
 def test_a_file_that_cannot_be_read_is_not_one_that_is_missing(handed_in):
     handed_in("bo/00_start_here.ipynb", "# rms_norm is right")
     handed_in("bo/09_paged_memory.ipynb", "x = 1").write_text("{")
-    table = grade_table.Table(grading.grade(handed_in.folder))
+    table = grade_table.GradeTable(grading.grade(handed_in.folder))
     assert [each.status for each in table.rows[0].outcomes] == ["passed", "not attempted", "cannot be read"]
 
 
@@ -198,7 +198,7 @@ GRADED = [
 
 
 def test_the_csv_has_a_row_for_each_learner_and_totals():
-    rows = list(csv.reader(io.StringIO(grade_table.Table(GRADED).csv())))
+    rows = list(csv.reader(io.StringIO(grade_table.GradeTable(GRADED).csv())))
     assert rows == [
         ["learner", "00 f", "00 g", "09 h", "passed", "of", "problems"],
         ["'=ada", "passed", "passed", "not handed in", "2", "3", ""],
@@ -228,7 +228,7 @@ def test_the_page_loads_nothing_and_shows_what_learners_wrote_as_text(tmp_path):
 
 def test_a_pass_whose_code_should_be_read_does_not_look_like_the_others():
     noted = Graded(Path("d/00.ipynb"), "dee", "00", {"f": Outcome("passed", held=3, of=3, notes=("open",))})
-    page = grade_table.Table([noted, GRADED[1]]).html()
+    page = grade_table.GradeTable([noted, GRADED[1]]).html()
     assert page.count('<td class="passed noted">') == 1 and page.count('<td class="passed">') == 1
 
 

@@ -432,7 +432,7 @@ def _(solution, rng):
     for _ in range(rng.randint(1, 9)):
         when += rng.random()
         arrivals.append((when, rng.randint(1, 3)))
-    seen = serve.Measured(due=due, arrivals=arrivals, end=when)
+    seen = serve.RequestTimes(due=due, arrivals=arrivals, end=when)
     ttft, gaps, e2e = solution(due, arrivals)
     assert [ttft, *gaps, e2e] == pytest.approx([seen.ttft, *seen.gaps, seen.e2e])
 

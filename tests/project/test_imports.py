@@ -123,6 +123,17 @@ def test_no_files_import_each_other_in_a_circle():
         raise AssertionError(" <- ".join(error.args[1])) from None
 
 
+def test_no_two_rooms_have_classes_of_one_name():
+    """Except where a script's imports are the point: from_vllm has subclasses of the engine's."""
+    rooms: dict[str, set[str]] = {}
+    for name, tree in modules():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and layer(name) != "from_vllm":
+                rooms.setdefault(node.name, set()).add(layer(name))
+    assert len(rooms) > 300
+    assert {name: where for name, where in rooms.items() if len(where) > 1} == {}
+
+
 def test_only_the_server_and_the_command_line_know_vllms_words():
     rooms = {layer(name) for name, tree in modules() if "from_vllm" in map(layer, imported(name, tree))}
     assert rooms == {"cli", "from_vllm", "server"}

@@ -206,7 +206,7 @@ def test_questions_that_cannot_be_downloaded_are_a_part_that_fails(monkeypatch):
 
     monkeypatch.setattr(measure, "held_out", offline)
     monkeypatch.setattr(measure, "_reference", lambda *_: pytest.fail("there are no questions"))
-    settings = measure.Settings((), "mmlu", None, None, 1, 1, 1, 1, 1, served=("none",))
+    settings = measure.ReportSettings((), "mmlu", None, None, 1, 1, 1, 1, 1, served=("none",))
     monkeypatch.setattr(measure, "_offline", lambda *_: None)
     monkeypatch.setattr(measure, "_size_and_quality", lambda *_: None)
     found = measure.measure(measure.Path(), [measure.Version("one", measure.Path(), {})], settings, {"device": "cpu"})
@@ -214,7 +214,7 @@ def test_questions_that_cannot_be_downloaded_are_a_part_that_fails(monkeypatch):
 
 
 def test_an_error_of_any_kind_ends_only_its_part(caplog):
-    found = measure.Measured()
+    found = measure.Measurements()
     for error in (ConfigError("does not fit"), RuntimeError("out of memory\nat line 7")):
         with found.part("offline", "int8"):
             raise error

@@ -10,10 +10,10 @@ from minillm.errors import ConfigError
 from minillm.kernels import launch_configs
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner import plan
-from minillm.runner.plan import Plan, Traffic
+from minillm.runner.plan import Plan, PlanTraffic
 
 TINY = read_config(EMBEDDED)
-TRAFFIC = Traffic(input_len=40, output_len=24, concurrency=6)
+TRAFFIC = PlanTraffic(input_len=40, output_len=24, concurrency=6)
 OPTIONS = {"dtype": "float64", "max_num_seqs": 6, "max_num_batched_tokens": 96, "block_size": 8}
 H200 = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 140}
 DECODE = {

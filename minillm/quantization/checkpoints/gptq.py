@@ -56,7 +56,7 @@ ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # 1 in every code of a number
 
 
 @dataclass(frozen=True)
-class Settings:
+class GptqSettings:
     """How a module is quantized."""
 
     bits: int
@@ -65,7 +65,7 @@ class Settings:
     act_order: bool
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Settings":
+    def of(cls, config: Mapping[str, Any]) -> "GptqSettings":
         bits = config.get("bits")
         if type(bits) is not int or bits not in ONE_EACH:
             raise ConfigError(f"bits must be 4 or 8, not {shown(bits)}; other widths are not supported")
@@ -91,12 +91,12 @@ class Gptq(Layout):
                     f"{field} {shown(config[field])} changes what the model computes, and is not supported"
                 )
         self.minus_one = stored == "gptq"
-        self.settings = Settings.of(config)
+        self.settings = GptqSettings.of(config)
         self.with_head = flag(config, "lm_head", False)
         self.only = _flattened(config.get("modules_in_block_to_quantize", []))
         self.rules = _rules(config.get("dynamic", {}), config)
 
-    def _settings(self, module: str) -> Settings | None:
+    def _settings(self, module: str) -> GptqSettings | None:
         """How a module is quantized; None: it is not. The first rule that matches decides."""
         if module.endswith("embed_tokens") or (module == "lm_head" and not self.with_head):
             return None
@@ -107,7 +107,7 @@ class Gptq(Layout):
             return None
         return self.settings
 
-    def _of(self, module: str) -> Settings:
+    def _of(self, module: str) -> GptqSettings:
         settings = self._settings(module)
         assert settings is not None  # callers ask only for quantized modules
         return settings
@@ -156,7 +156,7 @@ class Gptq(Layout):
         except ConfigError as error:
             raise ConfigError(f"{module}.g_idx: {error}") from None
 
-    def _zeros(self, module: str, settings: Settings, numbers: Tensor, rows: int) -> Tensor | None:
+    def _zeros(self, module: str, settings: GptqSettings, numbers: Tensor, rows: int) -> Tensor | None:
         """qzeros -> [rows, groups] int8, signed as the codes are; None for symmetric weights."""
         if settings.symmetric:
             zeros = unpack_numbers(numbers, settings.bits)[:, :rows]
@@ -174,17 +174,17 @@ def _flattened(given: Any) -> list[str]:
     return names({"modules_in_block_to_quantize": flat}, "modules_in_block_to_quantize")
 
 
-def _rules(given: Any, config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], Settings | None]]:
+def _rules(given: Any, config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], GptqSettings | None]]:
     """Patterns of module names with their settings; None: these modules are not quantized."""
     if not isinstance(given, dict):
         raise ConfigError(f"dynamic must be an object of patterns, not {shown(given)}")
-    found: list[tuple[re.Pattern[str], Settings | None]] = []
+    found: list[tuple[re.Pattern[str], GptqSettings | None]] = []
     for rule, values in given.items():
         name = pattern(rule, "dynamic", "-:", "+:")
         if not isinstance(values, dict):
             raise ConfigError(f"dynamic: {shown(rule)} must have an object of fields, not {shown(values)}")
         try:
-            found.append((name, None if rule.startswith("-:") else Settings.of({**config, **values})))
+            found.append((name, None if rule.startswith("-:") else GptqSettings.of({**config, **values})))
         except ConfigError as error:
             raise ConfigError(f"dynamic: {shown(rule)}: {error}") from None
     return found
