@@ -95,7 +95,7 @@ class ShortestPromptFirst(FirstComeFirstServed):
 class StaticBatching(FirstComeFirstServed):
     """Fills the rows, then admits no request until the last is done: the baseline of in-flight batching."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._seen = 0  # requests that had a row when it was last asked
         self._gathering = True
 
@@ -112,7 +112,7 @@ class WholePrompts(FirstComeFirstServed):
     One that is longer than a whole budget is cut into chunks after all.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._budget = 0  # of a whole step
 
     def admits(self, running: int) -> bool:

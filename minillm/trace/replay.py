@@ -69,7 +69,7 @@ def _all(events: Trace | Iterable[dict]) -> Iterable[dict]:
 class Mirror:
     """A copy of a scheduler's rows and blocks, maintained from its events alone."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.taken = 0  # number of events
         self.block_size = 0  # 0: no scheduler yet
 
