@@ -45,9 +45,9 @@ class Teacher:
         known = np.array(completion.prompt_token_ids + output, np.int32)
         state.fill([NewRow(0, known, start, params, seed, tuple(params.stop_token_ids))])
         rows, lengths = np.zeros(count, np.int64), np.arange(start, start + count)
-        # On the general path, `reshape` already divides by the temperature.
-        general = params.needs_general_path
-        shaped = Sampler(state, ops.on("cpu")).reshape(logits.clone(), rows, lengths) if general else logits
+        general, shaped = params.needs_general_path, logits.clone()
+        for stage in Sampler.STAGES if general else ():  # which divide by the temperature
+            shaped = stage(Sampler(state, ops.on("cpu")), shaped, rows, lengths)
         chosen = torch.tensor(output)
         if params.temperature == 0:
             gap = shaped.amax(-1) - shaped.gather(1, chosen[:, None])[:, 0]

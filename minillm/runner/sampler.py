@@ -1,8 +1,8 @@
 """Sample tokens from logits.  Lesson 02.
 
 The fast path (greedy or temperature only) is the operation `sample`, which needs one random number per row. If a row
-uses more options (penalties, bias, truncation), its logits are adjusted on the device first. Penalties read the history
-from the token rows on the device, so a resumed request has no sampler state to restore.
+uses more options (penalties, bias, truncation), its logits go through `Sampler.STAGES` on the device first. Penalties
+read the history from the token rows on the device, so a resumed request has no sampler state to restore.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,10 +68,75 @@ class Sampler:
             piece = general[start : start + GENERAL_AT_ONCE]
             chosen = widened(logits[self._tensor(places[piece])])
             finite = chosen.amax(-1).abs() < torch.inf  # before a grammar's mask, which may hide what is not
-            shaped = self.reshape(chosen, rows[piece], lengths[piece])
-            drawn = self._draw(shaped, rows[piece], lengths[piece], divided=True)
+            for stage in self.STAGES:
+                chosen = stage(self, chosen, rows[piece], lengths[piece])
+            drawn = self._draw(chosen, rows[piece], lengths[piece], divided=True)
             sampled[self._tensor(piece)] = torch.where(finite, drawn, -1)
         return len(general) > 0
+
+    # ---- the stages, in the order in which they run: logits [n, vocab], rows [n], lengths [n] -> logits
+
+    def logit_bias(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Add to the logits of each row's biased tokens, in place."""
+        columns = self.state.sampling
+        biased = np.nonzero(columns.biased[rows])[0]
+        if len(biased):
+            ids, values = zip(*(columns.bias[row] for row in rows[biased]), strict=True)
+            added = self._tensor(np.concatenate(values)).to(logits.dtype)
+            logits.index_put_(self._places(biased, ids), added, accumulate=True)
+        return logits
+
+    def penalties(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Apply repetition, presence and frequency penalties."""
+        if penalties := self._asked(PENALTIES, rows, logits.dtype):
+            history = self.state.tokens[self._tensor(rows.astype(np.int64)), : int(lengths.max())]
+            prompt = self._tensor(self.state.prompt_length[rows])
+            return penalize(logits, history, self._tensor(lengths), prompt, *penalties)
+        return logits
+
+    def min_tokens(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Forbid stop tokens in rows that have generated too few tokens, in place."""
+        columns, prompt = self.state.sampling, self.state.prompt_length[rows]
+        early = np.nonzero(lengths - prompt < columns.min_tokens[rows])[0]
+        if len(early):
+            places = self._places(early, [columns.stop_ids[row] for row in rows[early]])
+            logits.index_put_(places, logits.new_full((), -torch.inf))
+        return logits
+
+    def grammar(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Forbid the tokens that the rows' grammars do not allow next."""
+        columns = self.state.sampling
+        masked = np.nonzero(columns.masked[rows])[0]
+        if not len(masked):
+            return logits
+        masks = self._tensor(np.stack([columns.mask[row] for row in rows[masked]]))
+        return forbid(logits, self._tensor(masked), masks)
+
+    def temperature(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Divide by the temperature, in place; the largest logit becomes 0.
+
+        It is shifted to 0 before the division: dividing by a temperature near 0 could overflow several logits.
+        """
+        top = logits.amax(-1, keepdim=True)
+        logits -= torch.where(top.isfinite(), top, 0)
+        temperature = self.state.sampling.temperature[rows]
+        logits /= self._tensor(np.where(temperature > 0, temperature, 1)).to(logits.dtype)[:, None]
+        return logits
+
+    def min_p(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Forbid tokens much less likely than the likeliest, whose logit is 0; in place."""
+        if min_p := self._asked(MIN_P, rows, logits.dtype):
+            logits.masked_fill_(logits < torch.log(min_p[0]), -torch.inf)
+        return logits
+
+    def top_k_and_top_p(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Keep the k most likely tokens, and of these the most likely ones whose probabilities sum to p."""
+        if truncation := self._asked(TRUNCATION, rows, torch.float64):
+            top_k, top_p = truncation
+            return self.ops.truncate(logits, top_k[:, 0].long(), top_p[:, 0].to(logits.dtype))
+        return logits
+
+    STAGES = (logit_bias, penalties, min_tokens, grammar, temperature, min_p, top_k_and_top_p)
 
     def _draw(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, divided: bool = False) -> Tensor:
         """Draw one token per row. divided: the logits are already divided by the temperature."""
@@ -96,40 +161,6 @@ class Sampler:
     def _places(self, rows: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Indices into [n, vocab] for the given rows and their token ids."""
         return self._tensor(np.repeat(rows, [len(each) for each in ids])), self._tensor(np.concatenate(ids))
-
-    def reshape(self, shaped: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Apply the rows' parameters to logits [n, vocab], including division by the temperature; may work in place."""
-        columns, prompt = self.state.sampling, self.state.prompt_length[rows]
-        dtype = shaped.dtype
-
-        biased = np.nonzero(columns.biased[rows])[0]
-        if len(biased):
-            ids, values = zip(*(columns.bias[row] for row in rows[biased]), strict=True)
-            added = self._tensor(np.concatenate(values)).to(dtype)
-            shaped.index_put_(self._places(biased, ids), added, accumulate=True)
-        if penalties := self._asked(PENALTIES, rows, dtype):
-            history = self.state.tokens[self._tensor(rows.astype(np.int64)), : int(lengths.max())]
-            shaped = penalize(shaped, history, self._tensor(lengths), self._tensor(prompt), *penalties)
-        early = np.nonzero(lengths - prompt < columns.min_tokens[rows])[0]
-        if len(early):
-            places = self._places(early, [columns.stop_ids[row] for row in rows[early]])
-            shaped.index_put_(places, shaped.new_full((), -torch.inf))
-        masked = np.nonzero(columns.masked[rows])[0]
-        if len(masked):
-            masks = self._tensor(np.stack([columns.mask[row] for row in rows[masked]]))
-            shaped = forbid(shaped, self._tensor(masked), masks)
-
-        # Shift the largest logit to 0 first: dividing by a temperature near 0 could overflow several logits.
-        top = shaped.amax(-1, keepdim=True)
-        shaped -= torch.where(top.isfinite(), top, 0)
-        temperature = columns.temperature[rows]
-        shaped /= self._tensor(np.where(temperature > 0, temperature, 1)).to(dtype)[:, None]
-        if min_p := self._asked(MIN_P, rows, dtype):
-            shaped.masked_fill_(shaped < torch.log(min_p[0]), -torch.inf)  # the largest logit is 0
-        if truncation := self._asked(TRUNCATION, rows, torch.float64):
-            top_k, top_p = truncation
-            shaped = self.ops.truncate(shaped, top_k[:, 0].long(), top_p[:, 0].to(dtype))
-        return shaped
 
 
 def forbid(logits: Tensor, places: Tensor, masks: Tensor) -> Tensor:

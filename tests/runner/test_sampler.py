@@ -100,6 +100,12 @@ def test_draws_follow_the_documented_distribution(case):
     assert deviation < freedom + 5 * math.sqrt(2 * freedom) + 5, f"chi-square {deviation:.1f} with {freedom} degrees"
 
 
+def test_stages_run_in_the_documented_order():
+    documented = SamplingParams.__doc__.split("The steps run in this order: ")[1].split(".")[0]
+    names = ["grammar" if "grammar" in step else step.strip() for step in documented.split(",")]
+    assert names == [name for stage in Sampler.STAGES for name in stage.__name__.split("_and_")]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES[1:] if case.get("min_tokens") != len(OUTPUT)], ids=str)
 def test_each_parameter_changes_the_distribution(case):
     """Otherwise the test above would pass even if the parameter were ignored."""

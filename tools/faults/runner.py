@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "min_p is applied before the temperature",
         SAMPLER,
-        "shaped < torch.log(min_p[0])",
-        "shaped * self._tensor(columns.temperature[rows]).to(dtype)[:, None] < torch.log(min_p[0])",
+        "logit_bias, penalties, min_tokens, grammar, temperature, min_p,",
+        "logit_bias, penalties, min_tokens, grammar, min_p, temperature,",
         "tests/runner/test_sampler.py -k 'distribution and min_p'",
     ),
     Fault(
@@ -141,8 +141,8 @@ FAULTS = (
     Fault(
         "masks go to the first rows of a step",
         SAMPLER,
-        "forbid(shaped, self._tensor(masked), masks)",
-        "forbid(shaped, self._tensor(np.arange(len(masked))), masks)",
+        "forbid(logits, self._tensor(masked), masks)",
+        "forbid(logits, self._tensor(np.arange(len(masked))), masks)",
         "tests/engine/test_structured_output.py -k neighbors",
     ),
     Fault(
