@@ -7,7 +7,7 @@ next replay. For requests that use top-p, penalties or log-probabilities, extra 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm.ops import OperationSet
 from minillm.overrides import OverrideError
+from minillm.scheduler.step import Step
 
 ToSample = tuple[Tensor, Tensor, Tensor]  # logits [rows, vocab], temperatures and random numbers [rows]
 
@@ -55,6 +56,42 @@ class MixedShape(NamedTuple):
     @property
     def rows(self) -> int:
         return self.decodes + self.prompts + 1
+
+
+Shape = TypeVar("Shape", DecodeShape, MixedShape)
+
+
+class Graphs(Protocol[Shape]):
+    """One kind of captured steps: the shapes that steps are padded to, and a graph of each shape that was captured."""
+
+    @property
+    def largest(self) -> Shape:
+        """The shape in whose memory the graphs of all others fit."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """The number of shapes: the most graphs of this kind."""
+        ...
+
+    def fits(self, step: Step) -> Shape | None:
+        """The smallest shape that has room for the step. Returns None if no graph of this kind can run it."""
+        ...
+
+    def replay(self, step: Step, shape: Shape) -> Replayed | None:
+        """Replay the step in a shape that fits it. Returns None if the shape cannot be captured."""
+        ...
+
+    def capture(self, shape: Shape) -> Graph:
+        """The graph of this shape, captured now if necessary."""
+        ...
+
+    def rehearse(self, shape: Shape) -> None:
+        """Run a step of padding without capturing it.
+
+        It changes no request's state, but it compiles the kernels and makes libraries allocate their workspace.
+        """
+        ...
 
 
 class CapturedSteps:

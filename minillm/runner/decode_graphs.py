@@ -18,13 +18,13 @@ from minillm.model.batch import Batch, Rows
 from minillm.model.single_row import SingleRow
 from minillm.scheduler.step import Step
 
-from .cuda_graph import CapturedSteps, DecodeShape, Graph, Replayed, ToSample
+from .cuda_graph import CapturedSteps, DecodeShape, Graph, Graphs, Replayed, ToSample
 from .state import RowState
 
 NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
-class DecodeGraphs:
+class DecodeGraphs(Graphs[DecodeShape]):
     """Captured decode steps.
 
     single_row=False disables the fused step for one request; sampling=False launches sampling after the graph. Both
@@ -54,21 +54,29 @@ class DecodeGraphs:
         """The padded width, in blocks, of a block table whose longest row has `blocks`."""
         return min(max(1 << (blocks - 1).bit_length(), 16), self.state.block_table.shape[2])
 
+    @property
+    def count(self) -> int:
+        widths = {self.width(blocks) for blocks in range(1, self.state.block_table.shape[2] + 1)}
+        return len(self.sizes) * len(widths)
+
     @torch.inference_mode()
-    def capture(self, shapes: Iterable[DecodeShape]) -> None:
+    def capture_only(self, shapes: Iterable[DecodeShape]) -> None:
         """Capture these steps now. From then on, batches are padded to one of their sizes or the largest size."""
         shapes = sorted(shapes, reverse=True)  # largest first: the others fit in its memory
         for shape in shapes:
-            self.graph(*shape)
+            self.capture(shape)
         if shapes:
             self.sizes = sorted({shape.rows for shape in shapes} | {self.sizes[-1]})
 
-    def replay(self, step: Step) -> Replayed:
-        """Replay a decode step."""
-        state, count = self.state, len(step.rows)
-        size = next(size for size in self.sizes if size >= count)
-        blocks = -(-int(step.starts.max() + 1) // state.block_size)
-        graph = self.graph(size, self.width(blocks))
+    def fits(self, step: Step) -> DecodeShape | None:
+        if not step.decodes_only:
+            return None
+        size = next(size for size in self.sizes if size >= len(step.rows))
+        return DecodeShape(size, self.width(-(-int(step.starts.max() + 1) // self.state.block_size)))
+
+    def replay(self, step: Step, shape: DecodeShape) -> Replayed:
+        state, count, size = self.state, len(step.rows), shape.rows
+        graph = self.capture(shape)
         rows, positions = self._sent
         if not (np.array_equal(rows, step.rows) and np.array_equal(positions, step.starts)):
             padded = np.full(size, state.padding, np.int64)
@@ -91,22 +99,18 @@ class DecodeGraphs:
         return DecodeShape(self.sizes[-1], self.width(self.state.block_table.shape[2]))
 
     def rehearse(self, shape: DecodeShape) -> None:
-        """Run a step of padding rows without capturing it.
-
-        It changes no request's state, but it compiles the kernels and makes libraries allocate their workspace.
-        """
         padding = torch.full((shape.rows,), self.state.padding, dtype=torch.int64, device=self.state.device)
         self._sample(padding, self._logits(padding, shape.width), torch.empty_like(padding))
 
-    def graph(self, size: int, width: int) -> Graph:
-        """The graph of `size` rows with tables of `width` blocks, captured now if need be."""
-        shape, have = DecodeShape(size, width), self.captured.decodes
+    def capture(self, shape: DecodeShape) -> Graph:
+        """The graph of this shape, captured now if necessary."""
+        (size, width), have = shape, self.captured.decodes
         if shape in have:
             return have[shape]
         # All other graphs fit into the largest one's memory, in any order. That does not hold for a replaced operation:
         # it may allocate what the engine's own never does, and no memory was reserved for that.
         if not have and shape != self.largest and self.captured.operations.engines_own:
-            self.graph(*self.largest)
+            self.capture(self.largest)
         self.rehearse(shape)
         out = torch.empty(size, dtype=torch.int64, device=self.state.device)
 

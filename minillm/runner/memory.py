@@ -172,7 +172,7 @@ class Memory:
             graphs = make_graphs(caches)
             if graphs is not None:
                 graphs.rehearse_largest()
-                kept = graphs.kept_bytes(self.state.block_table.shape[2])
+                kept = graphs.kept_bytes
                 graphs.close()
 
         return self.reserved_by(run) + kept

@@ -25,7 +25,7 @@ from minillm.model import Model
 from minillm.model.batch import Batch, Rows
 from minillm.scheduler.step import Step
 
-from .cuda_graph import Graph, MixedShape, Replayed, ToSample
+from .cuda_graph import Graph, Graphs, MixedShape, Replayed, ToSample
 from .decode_graphs import DecodeGraphs
 
 DECODES = (16, 64, 256, 320, 384, 448, 512, 1024)
@@ -54,7 +54,7 @@ class Inputs(NamedTuple, Generic[Array]):
         return (shape.rows,) * 5 + (shape.tokens,) * 2 + (shape.prompts + 2,)
 
 
-class MixedGraphs:
+class MixedGraphs(Graphs[MixedShape]):
     """Captured steps with prompts, in the memory pool of the captured decode steps."""
 
     def __init__(self, decodes: DecodeGraphs, config: DeviceConfig):
@@ -71,13 +71,22 @@ class MixedGraphs:
         most = sum(Inputs.sizes(self.shapes[-1]))
         self.inputs = torch.zeros(most, dtype=torch.int64, device=self.state.device)
 
+    @property
+    def largest(self) -> MixedShape:
+        return self.shapes[-1]
+
+    @property
+    def count(self) -> int:
+        return len(self.shapes)
+
     @staticmethod
-    def fit(model: Model) -> bool:
+    def supports(model: Model) -> bool:
         """Whether prefill attention has a kernel. The reference reads lengths on the host and cannot be captured."""
         return paged_attention.takes(model.config.head_dim)
 
-    def shape(self, step: Step) -> MixedShape | None:
-        """The smallest shape that has room for the step, or None."""
+    def fits(self, step: Step) -> MixedShape | None:
+        if step.decodes_only or not self.captured.operations.engines_own:
+            return None
         prompts = len(step.rows) - step.decodes
         tokens = int(step.queries[step.decodes :].sum())
         blocks = -(-int(step.ends.max()) // self.state.block_size)
@@ -91,18 +100,11 @@ class MixedGraphs:
         )
         return next(fitting, None)
 
-    def replay(self, step: Step) -> Replayed | None:
-        """Replay the step. Returns None if no shape has room for it, or if capturing that shape runs out of memory.
-
-        A shape that could not be captured is not tried again.
-        """
-        shape = self.shape(step)
-        if shape is None:
-            return None
+    def replay(self, step: Step, shape: MixedShape) -> Replayed | None:
         try:
-            captured = self.graph(shape)
+            captured = self.capture(shape)
         except torch.OutOfMemoryError:
-            self.shapes.remove(shape)
+            self.shapes.remove(shape)  # it is not tried again
             return None
         self.decodes.forget_positions()
         self._fill(step, shape)
@@ -147,17 +149,16 @@ class MixedGraphs:
     # ---- capturing
 
     @torch.inference_mode()
-    def graph(self, shape: MixedShape) -> Graph:
-        """The graph of this shape, captured now if necessary."""
+    def capture(self, shape: MixedShape) -> Graph:
         have = self.captured.mixed
         if shape in have:
             return have[shape]
         # Capture the largest shape first, as for decodes, so that the others fit in its memory.
         if not self.captured.decodes:
-            self.decodes.graph(*self.decodes.largest)
+            self.decodes.capture(self.decodes.largest)
         while not have and shape != self.shapes[-1]:
             try:
-                self.graph(self.shapes[-1])
+                self.capture(self.shapes[-1])
             except torch.OutOfMemoryError:
                 self.shapes.pop()
         out = torch.empty(shape.rows, dtype=torch.int64, device=self.state.device)
@@ -166,7 +167,6 @@ class MixedGraphs:
         return graph
 
     def rehearse(self, shape: MixedShape) -> None:
-        """Run a step of padding alone, which compiles the kernels and makes libraries allocate their workspace."""
         nothing = np.zeros(0, np.int32)
         self._fill(Step(0, nothing, nothing, nothing, nothing.astype(bool), 0), shape)
         self._run(shape, torch.empty(shape.rows, dtype=torch.int64, device=self.state.device))

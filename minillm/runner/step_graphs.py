@@ -1,11 +1,14 @@
 """All captured steps of one engine: choosing the graph for a step, capturing and freeing graphs.  Lesson 11."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from minillm.config import DeviceConfig
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.scheduler.step import Step
 
-from .cuda_graph import CapturedSteps, DecodeShape, Replayed
+from .cuda_graph import CapturedSteps, DecodeShape, Graphs, Replayed
 from .decode_graphs import DecodeGraphs
 from .mixed_graphs import MixedGraphs
 from .state import RowState
@@ -38,45 +41,44 @@ class StepGraphs:
         kinds = {"single_row": single_row, "sampling": sampling}
         self.decodes = DecodeGraphs(model, state, caches, self.captured, config.max_num_seqs, **kinds)
         self.mixed: MixedGraphs | None = None
-        if mixed and sampling and MixedGraphs.fit(model):
+        if mixed and sampling and MixedGraphs.supports(model):
             self.mixed = MixedGraphs(self.decodes, config)
+        self.kinds: list[Graphs[Any]] = [self.decodes] if self.mixed is None else [self.decodes, self.mixed]
 
     def replay(self, step: Step) -> Replayed | None:
         """Replay a step. Returns None if no graph can run it."""
         if step.queries_per_decode > 1 or not self.captured.follow():
             return None
-        if step.decodes_only:
-            return self.decodes.replay(step)
-        if self.mixed is None or not self.captured.operations.engines_own:
-            return None
-        return self.mixed.replay(step)
+        for graphs in self.kinds:
+            if (shape := graphs.fits(step)) is not None:
+                return graphs.replay(step, shape)
+        return None
 
     def capture_all(self) -> None:
         """Capture every batch size with the narrowest block tables, and every shape with prompts."""
         if self.captured.follow():
             width = self.decodes.width(1)
-            self.decodes.capture(DecodeShape(size, width) for size in self.decodes.sizes)
-            self.capture_mixed()
+            self.capture_only(DecodeShape(size, width) for size in self.decodes.sizes)
 
-    def capture_mixed(self) -> None:
-        """Capture every shape of a step with prompts."""
-        if self.mixed and self.captured.operations.engines_own:
+    def capture_only(self, decodes: Iterable[DecodeShape]) -> None:
+        """Capture these decode steps, to whose sizes batches are padded from then on, and every shape with prompts."""
+        self.decodes.capture_only(decodes)
+        if self.mixed is not None and self.captured.operations.engines_own:
             for shape in reversed(self.mixed.shapes):
-                self.mixed.graph(shape)
+                self.mixed.capture(shape)
 
     def rehearse_largest(self) -> None:
         """Run the largest steps without capturing them, to measure their memory."""
-        self.decodes.rehearse(self.decodes.largest)
-        if self.mixed:
-            self.mixed.rehearse(self.mixed.shapes[-1])
+        for graphs in self.kinds:
+            graphs.rehearse(graphs.largest)
 
-    def kept_bytes(self, most_blocks: int) -> int:
-        """Bytes that all graphs together keep outside their pool. most_blocks: the most blocks in a row's table."""
-        widths = {self.decodes.width(blocks) for blocks in range(1, most_blocks + 1)}
-        count = len(self.decodes.sizes) * len(widths) + (len(self.mixed.shapes) if self.mixed else 0)
-        return CAPTURE_BYTES + count * GRAPH_BYTES
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that all graphs together keep outside their pool."""
+        return CAPTURE_BYTES + GRAPH_BYTES * sum(graphs.count for graphs in self.kinds)
 
     def close(self) -> None:
         """Free the graphs now instead of at garbage collection."""
         self.captured.clear()
+        self.kinds.clear()
         self.mixed = None

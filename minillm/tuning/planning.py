@@ -85,7 +85,7 @@ def decode_steps(
     ends = range(traffic.input_len + 1, traffic.context + 1)
     widths = sorted({graphs.width(-(-end // block)) for end in ends})
     shapes = [DecodeShape(size, width) for width in widths for size in graphs.sizes]
-    graphs.graph(*graphs.largest)  # the first capture of all: not to be heard as part of another step
+    graphs.capture(graphs.largest)  # the first capture of all: not to be heard as part of another step
     seconds: dict[DecodeShape, float] = {}
     asked_by: dict[DecodeShape, Asked] = {}
     for shape in shapes:
@@ -103,7 +103,7 @@ def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic, sha
     state.temperature.fill_(1.0)
     state.block_table.random_(runner.num_blocks)
     graphs.captured.decodes.pop(shape, None)  # captured earlier, perhaps with other launches
-    captured = graphs.graph(size, width).graph
+    captured = graphs.capture(shape).graph
     captured.replay()
     return statistics.median(trials.replay_seconds(captured, REPLAYS))
 
@@ -228,8 +228,7 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
         before = torch.cuda.mem_get_info(device)[0]
         if runner.graphs is not None:
             with launch_configs.using(plan.table()):
-                runner.graphs.decodes.capture(DecodeShape(*shape) for shape in plan.graphs)
-                runner.graphs.capture_mixed()
+                runner.graphs.capture_only(DecodeShape(*shape) for shape in plan.graphs)
         torch.cuda.empty_cache()
         taken = {
             "weights": llm.engine.facts.weight_bytes,

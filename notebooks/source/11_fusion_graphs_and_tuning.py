@@ -342,7 +342,7 @@ describe(
 # sampling included. (You may skip the second `if`, which decides where a graph's memory comes from.)
 
 # %%
-# ENGINE: minillm.runner.decode_graphs:DecodeGraphs.graph
+# ENGINE: minillm.runner.decode_graphs:DecodeGraphs.capture
 
 # %% [markdown]
 # A step that runs prompts is harder to capture, because prompts have all lengths. It is padded to one of a few numbers

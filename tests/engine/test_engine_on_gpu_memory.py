@@ -7,6 +7,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import ConfigError
+from minillm.runner.cuda_graph import DecodeShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
 PLAIN = SamplingParams(max_tokens=4, temperature=1, ignore_eos=True)
@@ -70,10 +71,10 @@ def test_all_graphs_together_fit_their_memory_estimate(rows):
         assert not graphs.captured.decodes and not graphs.captured.mixed
         with torch.inference_mode():
             for shape in graphs.mixed.shapes:
-                graphs.mixed.graph(shape)
+                graphs.mixed.capture(shape)
             for size in graphs.decodes.sizes:
                 for width in (16, 32, 64):
-                    graphs.decodes.graph(size, width)
+                    graphs.decodes.capture(DecodeShape(size, width))
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()

@@ -96,8 +96,8 @@ def count_replays(monkeypatch) -> dict[str, int]:
 
         for kind in (DecodeGraphs, MixedGraphs):
 
-            def counting(graphs, step, name=kind.__name__, own=kind.replay):
-                sampled = own(graphs, step)
+            def counting(graphs, step, shape, name=kind.__name__, own=kind.replay):
+                sampled = own(graphs, step, shape)
                 replayed[name] += sampled is not None
                 return sampled
 

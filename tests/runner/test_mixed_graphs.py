@@ -71,15 +71,15 @@ def step(decodes: int, prompts: list[int], start: int = 0) -> Step:
     ids=str,
 )
 def test_a_step_runs_in_the_smallest_shape_that_fits(llm, of, shape):
-    assert llm.engine.executor.runner.graphs.mixed.shape(of) == shape
+    assert llm.engine.executor.runner.graphs.mixed.fits(of) == shape
 
 
 def test_long_rows_get_wider_block_tables():
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 2048, "num_blocks": 200}
     with emulated_graphs(), LLM(device="cpu", **options) as llm:
         mixed = llm.engine.executor.runner.graphs.mixed
-        assert mixed.shape(step(1, [64], start=960)).width == 64
-        assert mixed.shape(step(1, [64], start=961)).width == 128
+        assert mixed.fits(step(1, [64], start=960)).width == 64
+        assert mixed.fits(step(1, [64], start=961)).width == 128
 
 
 def test_the_graphs_inputs_describe_each_token_and_each_row(llm):
@@ -92,7 +92,7 @@ def test_the_graphs_inputs_describe_each_token_and_each_row(llm):
         samples=np.array([True, True, False, True]),
         decodes=2,
     )
-    shape = mixed.shape(of)
+    shape = mixed.fits(of)
     packed = mixed._packed(of, shape)
     sizes = [shape.rows] * 5 + [shape.tokens] * 2 + [shape.prompts + 2]
     assert len(packed) == sum(sizes)
@@ -173,9 +173,9 @@ def test_after_a_step_with_prompts_decodes_are_told_their_positions_anew(llm, mo
     """They keep their positions on the device from one step to the next, and this one has moved them."""
     graphs = llm.engine.executor.runner.graphs
     graph = SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), out=torch.zeros(80), to_sample=[None])
-    monkeypatch.setattr(graphs.mixed, "graph", lambda shape: graph)
+    monkeypatch.setattr(graphs.mixed, "capture", lambda shape: graph)
     graphs.decodes._sent = np.arange(2), np.full(2, 3)
-    assert graphs.mixed.replay(step(2, [3])) is not None
+    assert graphs.replay(step(2, [3])) is not None
     assert [len(each) for each in graphs.decodes._sent] == [0, 0]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from minillm import LLM
 from minillm.model.loader import EMBEDDED, read_config
+from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.plan import Plan, PlanTraffic
 from tests import models
 from tests.emulated_graphs import emulated_graphs
@@ -187,7 +188,7 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
     with emulated_graphs(), LLM(small, device="cpu", dtype="float32", num_blocks=24, max_num_seqs=2) as llm:
         runner = llm.engine.executor.runner
         graphs = runner.graphs.decodes
-        graphs.graph(1, 16), graphs.graph(2, 16)  # as trials of a budget do
+        graphs.capture(DecodeShape(1, 16)), graphs.capture(DecodeShape(2, 16))  # as trials of a budget do
         steps, asked = planning.decode_steps(runner, graphs, PlanTraffic(20, 10, 2))
         assert {shape.rows for shape in steps} == {1, 2}
         product = next(problem for problem in asked[(1, 16)] if problem.kernel == "whole_rows")
