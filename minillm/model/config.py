@@ -1,6 +1,6 @@
 """A model's shape, read from `config.json`: one set of fields for all model families.  Lesson 02."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,22 @@ class ModelConfig:
         longest = max_model_len or self.max_model_len
         windows = self.windows or (None,) * self.num_layers
         return LayerGroups.of([window if window and window < longest else None for window in windows])
+
+    def shard(self, size: int) -> "ModelConfig":
+        """The shape of what each of `size` GPUs holds: its heads, inner columns and vocabulary. Raises ConfigError.
+
+        With fewer KV heads than GPUs, several GPUs hold the same one.
+        """
+        sizes = {name: getattr(self, name) for name in ("num_heads", "intermediate_size", "vocab_size")}
+        uneven = [f"{name}={count}" for name, count in sizes.items() if count % size]
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            uneven.append(f"num_kv_heads={self.num_kv_heads}")
+        if uneven:
+            raise ConfigError(f"{size} GPUs cannot share this model evenly: {', '.join(uneven)}")
+        if size > 1 and "down" in self.rotations:
+            raise ConfigError("a model whose inputs of down projections are rotated cannot be divided between GPUs")
+        kv_heads = max(1, self.num_kv_heads // size)
+        return replace(self, num_kv_heads=kv_heads, **{name: count // size for name, count in sizes.items()})
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelConfig":

@@ -21,6 +21,7 @@ from minillm.quantization import Recipe, Weight, weight_only
 from .batch import Batch
 from .config import ModelConfig
 from .families import ARCHITECTURES, QK_NORMS
+from .parallel import OneDevice, Parallel
 
 PROJECTIONS = ("qkv", "attention_out", "gate_up", "down")
 
@@ -57,7 +58,9 @@ class Model:
 
     It keeps no state between calls: attention's inputs are in a `Batch`, keys and values in `LayerCache`s. Parameters
     are allocated here, in the formats that `recipe` names, and filled by `loader`. `cache_spec` is the format of each
-    layer's cache, which `kv_cache_dtype` names ("auto": the model's dtype). Raises ConfigError for an unknown one.
+    layer's cache, which `kv_cache_dtype` names ("auto": the model's dtype). `parallel` connects it to the shards on
+    other GPUs: `config` is the whole model's shape, `local` that of the shard here. Raises ConfigError for an unknown
+    cache format, and for sizes that the GPUs cannot share evenly.
     """
 
     def __init__(
@@ -69,13 +72,15 @@ class Model:
         max_model_len: int,
         recipe: Recipe = Recipe(),
         kv_cache_dtype: str = "auto",
+        parallel: Parallel = OneDevice(),
     ):
+        self.parallel, self.local = parallel, config.shard(parallel.size)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.max_model_len = max_model_len
         self.ops = ops.on(self.device.type)
-        self.cache_spec = CacheSpec.of(kv_cache_dtype, config.num_kv_heads, config.head_dim, dtype)
-        hidden, head_dim = config.hidden_size, config.head_dim
-        query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.cache_spec = CacheSpec.of(kv_cache_dtype, self.local.num_kv_heads, config.head_dim, dtype)
+        hidden, head_dim, inner = config.hidden_size, config.head_dim, self.local.intermediate_size
+        query_size, kv_size = self.local.num_heads * head_dim, self.local.num_kv_heads * head_dim
         # transformers multiplies by Gemma's norm weights in float32 for every dtype, by Llama's in the model's dtype.
         norm_dtype = torch.float64 if dtype == torch.float64 and not config.norm_offset else torch.float32
 
@@ -90,10 +95,10 @@ class Model:
         def norm(size: int = hidden) -> Tensor:
             return torch.empty(size, dtype=norm_dtype, device=self.device)
 
-        self.head = matrix("head", config.vocab_size, hidden)
+        self.head = matrix("head", self.local.vocab_size, hidden)
         self.embedding = self.head
         if not config.tie_word_embeddings:
-            self.embedding = matrix("embedding", config.vocab_size, hidden)
+            self.embedding = matrix("embedding", self.local.vocab_size, hidden)
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layer_norms = tuple(ARCHITECTURES[config.architecture].norms)
         self.groups = config.groups(max_model_len)
@@ -104,8 +109,8 @@ class Model:
                     f"layers.{index}.qkv", query_size + 2 * kv_size, hidden, config.attention_bias or config.qkv_bias
                 ),
                 attention_out=matrix(f"layers.{index}.attention_out", hidden, query_size, config.attention_bias),
-                gate_up=matrix(f"layers.{index}.gate_up", 2 * config.intermediate_size, hidden, config.mlp_bias),
-                down=matrix(f"layers.{index}.down", hidden, config.intermediate_size, config.mlp_bias),
+                gate_up=matrix(f"layers.{index}.gate_up", 2 * inner, hidden, config.mlp_bias),
+                down=matrix(f"layers.{index}.down", hidden, inner, config.mlp_bias),
                 attention=AttentionOptions(scale, self.groups.windows[group], config.attention_soft_cap),
                 local=bool(window and config.local_rope_theta),
                 group=group,
@@ -140,7 +145,14 @@ class Model:
 
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream before the first layer: [tokens, hidden]."""
-        found = self.ops.embedding(batch.token_ids, self.embedding, self.embedding_scale)
+        ids, rows = batch.token_ids, self.local.vocab_size
+        if self.parallel.size == 1:
+            found = self.ops.embedding(ids, self.embedding, self.embedding_scale)
+        else:  # each token is in one rank's table
+            ids = ids - self.parallel.rank * rows
+            here = (ids >= 0) & (ids < rows)
+            found = self.ops.embedding(ids.where(here, 0), self.embedding, self.embedding_scale)
+            found = self.parallel.all_reduce(found.masked_fill(~here[:, None], 0))
         return self.ops.hadamard(found) if "residual" in self.config.rotations else found
 
     def places(self, batch: Batch) -> Places:
@@ -170,6 +182,7 @@ class Model:
         x = self._attention(layer, qkv, batch, places, cache)
         if wanted is not None:
             x, residual = x[wanted], residual[wanted]
+        x = self.parallel.all_reduce(x)
         if layer.after_attention_norm is not None:
             x = run.rms_norm(x, layer.after_attention_norm, eps)
         gate_up, residual = run.normed_linear(x, residual, layer.mlp_norm, eps, layer.gate_up)
@@ -177,12 +190,13 @@ class Model:
             x = run.linear(run.hadamard(run.gated_activation(gate_up, self.config.activation)), layer.down)
         else:
             x = run.gated_linear(gate_up, self.config.activation, layer.down)
+        x = self.parallel.all_reduce(x)
         if layer.after_mlp_norm is not None:
             x = run.rms_norm(x, layer.after_mlp_norm, eps)
         return x, residual
 
     def _attention(self, layer: Layer, qkv: Tensor, batch: Batch, places: Places, cache: LayerCache) -> Tensor:
-        run, heads, kv_heads = self.ops, self.config.num_heads, self.config.num_kv_heads
+        run, heads, kv_heads = self.ops, self.local.num_heads, self.local.num_kv_heads
         q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
@@ -219,7 +233,8 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""
         cap = self.config.final_soft_cap
-        return self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
+        found = self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
+        return self.parallel.all_gather(found)
 
     def norms(self) -> list[Tensor]:
         """The weights of all norms. The loader adds the family's offset to them."""

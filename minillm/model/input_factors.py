@@ -25,7 +25,7 @@ def fold_input_factors(model: Model, factors: Mapping[str, Tensor]) -> None:
     """
     if not factors:
         return
-    for address, parts in modules(model.config).items():
+    for address, parts in modules(model.local).items():
         found = [factors[part.name].double() for part in parts if part.name in factors]
         if not found:
             continue
@@ -41,7 +41,7 @@ def fold_input_factors(model: Model, factors: Mapping[str, Tensor]) -> None:
 
 
 def _fold(model: Model, address: str, parts: list[Module], factors: Tensor) -> None:
-    config, name = model.config, parts[0].name
+    config, name = model.local, parts[0].name
     kind = address.rsplit(".", 1)[-1]
     if kind == "head":
         _multiply(model.final_norm, factors)

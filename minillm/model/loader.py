@@ -20,7 +20,7 @@ from torch import Tensor
 from minillm import pretrained
 from minillm.errors import ConfigError
 from minillm.folders import DATA
-from minillm.quantization import Dense, Recipe, Weight, weight_only
+from minillm.quantization import Dense, Recipe, Shard, Weight, weight_only
 from minillm.quantization.checkpoints import ANY, Layout, read_layout
 from minillm.quantization.weight import copy_pieces, joined
 from minillm.values import shown
@@ -41,7 +41,8 @@ from .config import PRESETS, ModelConfig
 from .decoder import Model
 from .families import ARCHITECTURES
 from .input_factors import fold_input_factors
-from .modules import EMBEDDING, HEAD, Module, layer_inputs, modules
+from .modules import EMBEDDING, HEAD, Module, layer_inputs, modules, shard
+from .parallel import OneDevice, Parallel
 
 DTYPES = {
     "float64": torch.float64,
@@ -71,6 +72,7 @@ def load_model(
     seed: int = 0,
     recipe: Recipe | None = None,
     kv_cache_dtype: str = "auto",
+    parallel: Parallel = OneDevice(),
 ) -> Model:
     """Build a model and fill its parameters.  Lesson 00.
 
@@ -82,6 +84,7 @@ def load_model(
     recipe         the format of each weight; formats other than dense are quantized while they are read. Default: as
                    the checkpoint stores them. Only an unquantized checkpoint can have another
     kv_cache_dtype format of the cache: "auto" (the model's dtype), "int8" or "fp8"
+    parallel       the GPUs that share the model; only the shard of this one is loaded
 
     Raises ConfigError.
     """
@@ -124,6 +127,7 @@ def load_model(
             max_model_len=longest,
             recipe=recipe,
             kv_cache_dtype=kv_cache_dtype,
+            parallel=parallel,
         )
     except torch.OutOfMemoryError as error:
         sizes = {each: _gigabytes(config, each, recipe) for each in (dtype, "bfloat16")}
@@ -234,10 +238,11 @@ class Destination:
 def destinations(model: Model, layout: Layout | None = None) -> dict[str, Destination]:
     """The name of each tensor in the checkpoint -> where it goes. layout: of a quantized checkpoint."""
     found: dict[str, Destination] = {}
-    weights = model.addressed()
+    weights, local, parallel = model.addressed(), modules(model.local), model.parallel
     for address, parts in modules(model.config).items():
-        for module in parts:
-            found |= _of_module(module, weights[address], layout)
+        for module, held in zip(parts, local[address], strict=True):
+            part = shard(module, parallel.rank, parallel.size)
+            found |= _of_module(module, weights[address], held.rows, part, layout)
     for name, norm in named_norms(model).items():
         found[name] = Destination(tuple(norm.shape), partial(copy_pieces, norm))
     return found
@@ -252,16 +257,21 @@ def named_norms(model: Model) -> dict[str, Tensor]:
     return found
 
 
-def _of_module(module: Module, weight: Weight, layout: Layout | None) -> dict[str, Destination]:
-    expected = weight.expects(module.rows)
+def _of_module(
+    module: Module, weight: Weight, rows: range, part: Shard, layout: Layout | None
+) -> dict[str, Destination]:
+    """rows: of the weight; they hold this part of the module."""
+    shapes: dict[str, tuple[int, ...]] = {"weight": (len(module.rows), module.inputs)}
+    if weight.bias is not None:
+        shapes["bias"] = (len(module.rows),)
     found = {
-        f"{module.name}.{name}": Destination(shape, partial(weight.load, name, module.rows))
-        for name, shape in expected.items()
+        f"{module.name}.{name}": Destination(shape, partial(weight.load, name, rows, shard=part))
+        for name, shape in shapes.items()
     }
     if layout is None or layout.format(module.name, module.inputs) == Dense():
         return found
     del found[f"{module.name}.weight"]
-    parts = QuantizedModule(module, weight, layout)
+    parts = QuantizedModule(module, weight, rows, part, layout)
     stored = {
         f"{module.name}.{name}": Destination(each.shape, partial(parts.add, name), each.dtypes, each.required, parts)
         for name, each in parts.tensors.items()
@@ -272,8 +282,8 @@ def _of_module(module: Module, weight: Weight, layout: Layout | None) -> dict[st
 class QuantizedModule:
     """Collects the tensors of one module of a quantized checkpoint; when all are there, it fills the weight."""
 
-    def __init__(self, module: Module, weight: Weight, layout: Layout):
-        self.module, self.weight, self.layout = module, weight, layout
+    def __init__(self, module: Module, weight: Weight, rows: range, part: Shard, layout: Layout):
+        self.module, self.weight, self.rows, self.part, self.layout = module, weight, rows, part, layout
         self.tensors = layout.tensors(module.name, len(module.rows), module.inputs)
         self.found: dict[str, Tensor] = {}
         self.input_factors: Tensor | None = None
@@ -283,15 +293,17 @@ class QuantizedModule:
         self.found[name] = joined(pieces)
 
     def finish(self) -> None:
-        """Convert what was collected and fill the module's rows."""
+        """Convert what was collected and fill the weight's rows."""
         codes = self.layout.codes(self.module.name, self.module.inputs, self.found)
-        self.weight.fill(self.module.rows, codes)
+        self.weight.fill(self.rows, codes.cut(self.part))
         scale = self.layout.input_scale(self.module.name, self.found)
         if scale is not None and not 0 < scale.item() < math.inf:
             raise ConfigError(f"{self.module.name}: the scale of its inputs must be positive, not {scale.item()}")
         if scale is not None and self.weight.input_scale is not None:  # the weight's modules share their input
             torch.maximum(self.weight.input_scale, scale.to(self.weight.input_scale), out=self.weight.input_scale)
-        self.input_factors = self.layout.input_factors(self.found)
+        factors = self.layout.input_factors(self.found)
+        if factors is not None:
+            self.input_factors = factors[self.part.columns.start : self.part.columns.stop]
         self.found = {}
 
 

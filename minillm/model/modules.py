@@ -1,6 +1,8 @@
-"""The modules of a checkpoint that each of a model's weights combines.  Lesson 02."""
+"""The modules of a checkpoint that each of a model's weights combines, and how GPUs divide them.  Lesson 02."""
 
 from dataclasses import dataclass
+
+from minillm.quantization import Shard
 
 from .config import ModelConfig
 
@@ -15,6 +17,17 @@ class Module:
     name: str
     rows: range  # its output rows in the weight that it is a part of
     inputs: int
+    parts: int  # equal parts that cannot be divided further: heads, rows or columns
+    by_inputs: bool = False  # whether GPUs divide its inputs instead of its rows
+
+
+def shard(module: Module, rank: int, size: int) -> Shard:
+    """The rows and columns of a module that one of `size` GPUs holds. If it has fewer parts, several hold the same."""
+    rows, columns = range(len(module.rows)), range(module.inputs)
+    first, count = rank * module.parts // size, max(1, module.parts // size)
+    length = len(columns if module.by_inputs else rows) // module.parts
+    held = range(first * length, (first + count) * length)
+    return Shard(rows, held) if module.by_inputs else Shard(held, columns)
 
 
 def modules(config: ModelConfig) -> dict[str, list[Module]]:
@@ -22,16 +35,19 @@ def modules(config: ModelConfig) -> dict[str, list[Module]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     tied = config.tie_word_embeddings
-    found = {"head" if tied else "embedding": _parts("model", hidden, embed_tokens=config.vocab_size)}
+    heads, kv_heads, vocab = config.num_heads, config.num_kv_heads, config.vocab_size
+    found = {"head" if tied else "embedding": _joined("model", hidden, embed_tokens=(vocab, vocab))}
     for index in range(config.num_layers):
         layer = f"layers.{index}"
         attention, mlp = f"model.{layer}.self_attn", f"model.{layer}.mlp"
-        found[f"{layer}.qkv"] = _parts(attention, hidden, q_proj=query, k_proj=kv, v_proj=kv)
-        found[f"{layer}.attention_out"] = _parts(attention, query, o_proj=hidden)
-        found[f"{layer}.gate_up"] = _parts(mlp, hidden, gate_proj=inner, up_proj=inner)
-        found[f"{layer}.down"] = _parts(mlp, inner, down_proj=hidden)
+        found[f"{layer}.qkv"] = _joined(
+            attention, hidden, q_proj=(query, heads), k_proj=(kv, kv_heads), v_proj=(kv, kv_heads)
+        )
+        found[f"{layer}.attention_out"] = [Module(f"{attention}.o_proj", range(hidden), query, heads, by_inputs=True)]
+        found[f"{layer}.gate_up"] = _joined(mlp, hidden, gate_proj=(inner, inner), up_proj=(inner, inner))
+        found[f"{layer}.down"] = [Module(f"{mlp}.down_proj", range(hidden), inner, inner, by_inputs=True)]
     if not tied:
-        found["head"] = [Module(HEAD, range(config.vocab_size), hidden)]
+        found["head"] = [Module(HEAD, range(vocab), hidden, vocab)]
     return found
 
 
@@ -40,9 +56,10 @@ def layer_inputs(config: ModelConfig) -> set[int]:
     return {part.inputs for address, parts in modules(config).items() if "." in address for part in parts}
 
 
-def _parts(prefix: str, inputs: int, **rows: int) -> list[Module]:
+def _joined(prefix: str, inputs: int, **sizes: tuple[int, int]) -> list[Module]:
+    """Modules whose rows follow each other in one weight, from the numbers of their rows and parts."""
     found, start = [], 0
-    for name, count in rows.items():
-        found.append(Module(f"{prefix}.{name}", range(start, start + count), inputs))
+    for name, (count, parts) in sizes.items():
+        found.append(Module(f"{prefix}.{name}", range(start, start + count), inputs, parts))
         start += count
     return found

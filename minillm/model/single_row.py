@@ -47,7 +47,8 @@ class SingleRow:
         """Whether the fused kernels support a model: Gemma, Llama 2 and 3, and models with the same parts."""
         shape = model.config
         return (
-            set(model.layer_norms) == {"attention_norm", "mlp_norm"}
+            model.parallel.size == 1
+            and set(model.layer_norms) == {"attention_norm", "mlp_norm"}
             and all(_fits(weight, model.device) for weight in model.weights())
             and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)
             and shape.final_soft_cap is None

@@ -13,7 +13,7 @@ from .int8 import Int8, Int8Weight
 from .quantized import QuantizedWeight
 from .recipe import Recipe, weight_only
 from .sparse import Pruned, Sparse, Sparse24, SparseWeight
-from .weight import Codes, Format, Weight
+from .weight import Codes, Format, Shard, Weight
 
 __all__ = [
     "Activations",
@@ -35,6 +35,7 @@ __all__ = [
     "QuantizedActivations",
     "QuantizedWeight",
     "Recipe",
+    "Shard",
     "Sparse",
     "Sparse24",
     "SparseWeight",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .activations import Activations
-from .quantized import check_not_static, empty_bias, fill_random_scale, input_scale
-from .weight import Codes, Format, Weight, copy_pieces
+from .quantized import check_not_static, empty_bias, fill_random_scale, input_scale, load_bias
+from .weight import Codes, Format, Shard, Weight, copy_pieces
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class DenseWeight(Weight):
     def stored(self) -> list[Tensor]:
         return [each for each in (self.weight, self.bias, self.input_scale) if each is not None]
 
-    def expects(self, rows: range) -> dict[str, tuple[int, ...]]:
-        expected: dict[str, tuple[int, ...]] = {"weight": (len(rows), self.shape[1])}
-        return expected if self.bias is None else expected | {"bias": (len(rows),)}
-
-    def load(self, name: str, rows: range, pieces: Iterable[Tensor]) -> None:
-        if name == "weight":
-            check_not_static(self.activations)
-        copy_pieces(getattr(self, name)[rows.start : rows.stop], pieces)
+    def load(self, name: str, rows: range, pieces: Iterable[Tensor], shard: Shard | None = None) -> None:
+        if name == "bias":
+            return load_bias(self.bias, rows, pieces, shard)
+        check_not_static(self.activations)
+        if shard is not None:
+            columns = slice(shard.columns.start, shard.columns.stop)
+            pieces = (piece[:, columns] for piece in shard.rows_of(pieces))
+        copy_pieces(self.weight[rows.start : rows.stop], pieces)
 
     def fill(self, rows: range, codes: Codes) -> None:
         scales = codes.scales.to(torch.promote_types(self.weight.dtype, torch.float32))  # files have them in half

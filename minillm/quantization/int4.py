@@ -133,7 +133,7 @@ class Int4Weight(QuantizedWeight):
         self.ordered = True
 
     def round(self, weight: Tensor) -> Codes:
-        grouped = weight.view(len(weight), self.scales.shape[1], -1)
+        grouped = weight.view(len(weight), -1, self.group_size)
         assert isinstance(self.format, Int4)
         scale_dtype = self.format.scale_dtype or self.scales.dtype  # those that are saved, or else those stored here
         scales, zeros = scales_of(grouped, replace(self.format, scale_dtype=scale_dtype))

@@ -1,7 +1,7 @@
 """What the weights of all quantized formats have in common.  Lesson 05."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from minillm.errors import ConfigError
 
 from .activations import LARGEST, Activations
-from .weight import Codes, Format, Weight, copy_pieces, joined
+from .weight import Codes, Format, Shard, Weight, copy_pieces, joined
 
 RANDOM_LARGEST = 8.0  # what static scales of random weights are made for; activations are near 1
 
@@ -65,25 +65,23 @@ class QuantizedWeight(Weight):
     def stored(self) -> list[Tensor]:
         return [tensor for tensor in (*self.tensors(), self.bias, self.input_scale) if tensor is not None]
 
-    def expects(self, rows: range) -> dict[str, tuple[int, ...]]:
-        expected: dict[str, tuple[int, ...]] = {"weight": (len(rows), self.shape[1])}
-        return expected if self.bias is None else expected | {"bias": (len(rows),)}
-
-    def load(self, name: str, rows: range, pieces: Iterable[Tensor]) -> None:
+    def load(self, name: str, rows: range, pieces: Iterable[Tensor], shard: Shard | None = None) -> None:
         """As `Weight.load`: quantizes `weight`, given in any floating-point dtype, by rounding to the nearest."""
         if name == "bias":
-            assert self.bias is not None
-            copy_pieces(self.bias[rows.start : rows.stop], pieces)
-            return
+            return load_bias(self.bias, rows, pieces, shard)
         check_not_static(self.activations)
+        if self.needs_whole_module:
+            pieces = [joined(pieces)]
+        elif shard is not None:
+            pieces = shard.rows_of(pieces)
         start = rows.start
-        for piece in self._units(pieces):
-            wide = piece.to(self.stored()[0].device, torch.promote_types(self.dtype, torch.float32))
-            self.fill(range(start, start + len(piece)), self.round(wide))
-            start += len(piece)
-
-    def _units(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        yield from [joined(pieces)] if self.needs_whole_module else pieces
+        for piece in pieces:
+            codes = self.round(piece.to(self.stored()[0].device, torch.promote_types(self.dtype, torch.float32)))
+            if shard is not None:  # only now: a scale may belong to more than the shard
+                codes = codes.cut(shard if self.needs_whole_module else shard._replace(rows=range(len(piece))))
+            count = len(codes.codes)
+            self.fill(range(start, start + count), codes)
+            start += count
 
     def randomize(self, generator: torch.Generator) -> None:
         self.randomize_codes(generator)
@@ -119,6 +117,15 @@ def check_not_static(activations: Activations | None) -> None:
 
 def empty_bias(out: int, bias: bool, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     return torch.empty(out, dtype=dtype, device=device) if bias else None
+
+
+def load_bias(bias: Tensor | None, rows: range, pieces: Iterable[Tensor], shard: Shard | None) -> None:
+    """As `Weight.load` for a bias."""
+    assert bias is not None
+    if shard is None or shard.columns.start == 0:
+        copy_pieces(bias[rows.start : rows.stop], pieces if shard is None else shard.rows_of(pieces))
+    else:
+        bias[rows.start : rows.stop] = 0  # the sum over all shards has it once
 
 
 def check_no_zeros(codes: Codes, format: str) -> None:

@@ -1,13 +1,31 @@
 """The protocols of all weights and of all storage formats.  Lesson 05."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from minillm.errors import ConfigError
+
 from .activations import Activations
+
+
+class Shard(NamedTuple):
+    """The rows and columns of a checkpoint's matrix that a weight holds: one GPU's share of it."""
+
+    rows: range
+    columns: range
+
+    def rows_of(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The shard's rows of a tensor. It is given and returned as slices of its first axis, in order."""
+        start = 0
+        for piece in pieces:
+            first, end = max(self.rows.start - start, 0), min(self.rows.stop - start, len(piece))
+            start += len(piece)
+            if first < end:
+                yield piece[first:end]
 
 
 @dataclass(frozen=True)
@@ -35,15 +53,43 @@ class Codes:
         weight = (grouped * scales[..., None]).view(rows, inputs)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
+    def cut(self, shard: Shard) -> "Codes":
+        """The codes of a shard. Raises ConfigError if its columns divide a group, or are stored in another order."""
+        rows, columns = (slice(span.start, span.stop) for span in shard)
+        zeros, scales, order, divisor = self.zeros, self.scales, self.order, self.global_scale
+        inputs, groups = self.codes.shape[1], self.scales.shape[1]
+        if len(shard.columns) < inputs:
+            size = inputs // groups
+            if groups > 1 and (columns.start % size or columns.stop % size):
+                raise ConfigError(
+                    f"inputs {columns.start} to {columns.stop - 1} do not begin and end with groups of {size} inputs, "
+                    "which share a scale: divide the model between fewer GPUs, or quantize it with smaller groups"
+                )
+            if order is not None and not order.equal(torch.arange(inputs, device=order.device)):
+                raise ConfigError(
+                    "a matrix whose inputs are stored in another order (act-order, desc_act) cannot be divided "
+                    "between GPUs by its inputs: quantize the model without it"
+                )
+            order = None
+            if groups > 1:
+                spans = slice(columns.start // size, columns.stop // size)
+                scales, zeros = scales[:, spans], None if zeros is None else zeros[:, spans]
+        return Codes(
+            self.codes[rows, columns],
+            scales[rows],
+            None if zeros is None else zeros[rows],
+            order,
+            None if divisor is None else divisor[rows],
+        )
+
 
 class Weight(Protocol):
     """A matrix [out, in] and an optional bias [out]. Each storage format is a class in a file of its own.
 
     `ops.linear`, `ops.embedding` and `ops.lm_head` dispatch on the class; a format without an implementation of its own
-    is dequantized. The loader asks a weight which tensors of an unquantized checkpoint it expects, and passes them to
-    it in pieces; codes from a quantized checkpoint or from a method are passed to `fill`. So no other code depends on
-    the format. Projections with the same input are one weight: a tensor of a checkpoint then fills a range of its
-    output rows.
+    is dequantized. The loader passes the tensors of an unquantized checkpoint to a weight in pieces; codes from a
+    quantized checkpoint or from a method are passed to `fill`. So no other code depends on the format. Projections with
+    the same input are one weight: a tensor of a checkpoint then fills a range of its output rows.
     """
 
     bias: Tensor | None  # [out]
@@ -77,12 +123,13 @@ class Weight(Protocol):
         """All tensors that the weight consists of, including its bias."""
         ...
 
-    def expects(self, rows: range) -> dict[str, tuple[int, ...]]:
-        """The tensors of an unquantized checkpoint that fill these output rows: last part of the name -> shape."""
-        ...
+    def load(self, name: str, rows: range, pieces: Iterable[Tensor], shard: Shard | None = None) -> None:
+        """Fill these output rows with a tensor of an unquantized checkpoint. pieces: slices of its first axis in order.
 
-    def load(self, name: str, rows: range, pieces: Iterable[Tensor]) -> None:
-        """Fill these output rows from one of those tensors. pieces: slices of its first axis, in order."""
+        name: "weight" or "bias". shard: what the rows hold of the tensor; None: all of it. It is quantized as the whole
+        tensor would be. A bias belongs to the shard with the first column; for the others it is 0. Raises ConfigError
+        if the format cannot divide its columns there.
+        """
         ...
 
     def fill(self, rows: range, codes: Codes) -> None:

@@ -33,7 +33,7 @@ class Paged:
     """
 
     def __init__(self, model: Model, blocks: int = 400):
-        config = model.config
+        config = model.local
         shape = (blocks, BLOCK, config.num_kv_heads, config.head_dim)
         self.model, self.groups = model, len(model.groups.windows)
         self.caches = [

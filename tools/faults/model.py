@@ -137,8 +137,8 @@ FAULTS = (
     Fault(
         "keys and values are swapped on loading",
         "minillm/model/modules.py",
-        "k_proj=kv, v_proj=kv",
-        "v_proj=kv, k_proj=kv",
+        "k_proj=(kv, kv_heads), v_proj=(kv, kv_heads)",
+        "v_proj=(kv, kv_heads), k_proj=(kv, kv_heads)",
         "tests/model/test_loader.py -k every_tensor_is_loaded",
     ),
     Fault(

@@ -1,0 +1,37 @@
+"""What a model needs of the other GPUs that hold shards of it; nothing for a model on one GPU.
+
+Every GPU (rank) holds some of the heads, of the MLP's inner columns and of the vocabulary, and computes with them what
+`Model` computes for the whole model. The results of a row of a matrix are whole; those of `attention_out` and `down`,
+which are divided by their inputs, are partial sums (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Parallel(Protocol):
+    """The ranks that hold the shards of one model. They call the same collectives in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x. It may be computed in place."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """All ranks' x [..., n], in the order of ranks: [..., size * n]."""
+        ...
+
+
+class OneDevice(Parallel):
+    """The whole model is here."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
