@@ -13,9 +13,8 @@ from torch import Tensor
 from minillm.kernels import fp8_rows, integer_rows, single_row
 from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.ops.code_matrix import code_matrix
 from minillm.ops.signatures import AttentionOptions
-from minillm.quantization import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
+from minillm.quantization import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, Weight
 
 from .batch import Batch
 from .decoder import PROJECTIONS, Model
@@ -90,7 +89,7 @@ def _product(x: Tensor, matrix: Matrix, **options: Any) -> tuple[Tensor, Tensor 
 
 
 def _matrix(weight: Weight) -> Matrix:
-    matrix = code_matrix(weight)
+    matrix = weight.matrix if isinstance(weight, QuantizedWeight) else None
     return weight.dequantize() if matrix is None else matrix
 
 

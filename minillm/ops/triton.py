@@ -117,7 +117,7 @@ def normed_linear(
         total = residual
     else:
         codes, scales, total = normalization.add_rms_norm_codes(x, residual, norm, eps, *rounding)
-    return product(QuantizedActivations(codes, scales), weight), total
+    return product(QuantizedActivations(codes, scales)), total
 
 
 def gated_linear(gate_up: Tensor, activation: str, weight: Weight) -> Tensor | None:
@@ -127,7 +127,7 @@ def gated_linear(gate_up: Tensor, activation: str, weight: Weight) -> Tensor | N
         return None
     product, rounding = found
     codes, scales = gated.gated_activation_codes(gate_up, activation, *rounding)
-    return product(QuantizedActivations(codes, scales), weight)
+    return product(QuantizedActivations(codes, scales))
 
 
 def rotary_write(

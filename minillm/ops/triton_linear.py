@@ -20,7 +20,6 @@ from minillm.quantization.activations import DTYPES
 
 from . import reference
 from .by_weight import ByWeight
-from .code_matrix import code_matrix
 
 linear = ByWeight(reference.linear)
 embedding = ByWeight(reference.embedding)
@@ -34,6 +33,9 @@ def _(ids: Tensor, weight: Int8Weight | Fp8Weight, scale: float) -> Tensor:
     return code_embedding(ids, weight.codes, weight.scales, scale, weight.dtype)
 
 
+Product = Callable[[QuantizedActivations], Tensor]  # codes [..., in] with scales -> [..., out], with the bias
+
+
 class Rounding(NamedTuple):
     """How a kernel quantizes the inputs of a product."""
 
@@ -45,91 +47,79 @@ class Rounding(NamedTuple):
 class LinearOnCodes:
     """`linear` for a format that can quantize its inputs: it quantizes rows, then multiplies their codes.
 
-    Kernels that compute the rows may do the first half (`Rounding`), and call `product` with the codes.
+    Kernels that compute the rows may do the first half (`Rounding`), and call the product with the codes.
     """
 
-    takes: Callable[[Any], bool]  # whether `product` takes codes for this weight, which quantizes its inputs
-    product: Callable[[QuantizedActivations, Any], Tensor]  # codes [..., in] with scales -> [..., out], with the bias
+    product: Callable[[Any], Product | None]  # of a weight that quantizes its inputs; None: it has no kernel for them
     unquantized: Callable[[Tensor, Any], Tensor] = reference.linear  # for weights that do not quantize their inputs
 
-    def rounding(self, x: Tensor, weight: Weight) -> Rounding | None:
-        """How to quantize rows like x for `product`; None: this format or these rows have no kernel for that."""
-        if weight.activations is None or x.dtype != weight.dtype or not x.numel() or not self.takes(weight):
+    def on_codes(self, x: Tensor, weight: Weight) -> tuple[Product, Rounding] | None:
+        """The product with codes of rows like x, and how to quantize them; None: there is no kernel for that."""
+        if weight.activations is None or x.dtype != weight.dtype or not x.numel():
             return None
         dtype = DTYPES[weight.activations.kind]
         if dtype == float8_e4m3fn and not has_fp8(x.device):
             return None
-        return Rounding(dtype, weight.input_scale)
+        product = self.product(weight)
+        return None if product is None else (product, Rounding(dtype, weight.input_scale))
 
     def __call__(self, x: Tensor, weight: Weight) -> Tensor:
-        rounding = self.rounding(x, weight)
-        if rounding is None:
+        found = self.on_codes(x, weight)
+        if found is None:
             return (self.unquantized if weight.activations is None else reference.linear)(x, weight)
+        product, rounding = found
         codes, scales = quantize_rows(x.reshape(-1, x.shape[-1]), *rounding)
-        return self.product(QuantizedActivations(codes.view(x.shape), scales.view(*x.shape[:-1], 1)), weight)
+        return product(QuantizedActivations(codes.view(x.shape), scales.view(*x.shape[:-1], 1)))
 
 
-def on_codes(x: Tensor, weight: Weight) -> tuple[Callable[[QuantizedActivations, Weight], Tensor], Rounding] | None:
+def on_codes(x: Tensor, weight: Weight) -> tuple[Product, Rounding] | None:
     """The product that `linear` would compute from codes of x, and how x is quantized; None if it takes no codes."""
     version = linear.versions.get(type(weight))
-    if not isinstance(version, LinearOnCodes):
+    return version.on_codes(x, weight) if isinstance(version, LinearOnCodes) else None
+
+
+def _of_rows(weight: Int8Weight | Fp8Weight, many: Callable[..., Tensor], few: bool) -> Product | None:
+    """Multiply codes on tensor cores; the scales are applied to the sums.
+
+    few: whether products of few rows have a kernel of their own; `many` computes all others.
+    """
+    matrix = weight.matrix
+    if matrix is None or not matrix.rounded_inputs:
         return None
-    rounding = version.rounding(x, weight)
-    return None if rounding is None else (version.product, rounding)
+
+    def product(x: QuantizedActivations) -> Tensor:
+        codes, scales = x.codes.reshape(-1, x.codes.shape[-1]), x.scales.reshape(-1, 1)
+        if few and len(codes) <= few_rows.MOST_ROWS:
+            out = few_rows.product(codes, matrix, scales)
+        else:
+            out = many(codes, scales, weight.codes, weight.scales, weight.dtype)
+        return _with_bias(out, weight, x.codes)
+
+    return product
 
 
-def _int8_takes(weight: Int8Weight) -> bool:
-    return weight.dtype in (bfloat16, float16) and _kind(weight) == "int8" and code_matrix(weight) is not None
+def _int8(weight: Int8Weight) -> Product | None:
+    if weight.dtype not in (bfloat16, float16):
+        return None
+    return _of_rows(weight, int8_product, few=weight.dtype == bfloat16)
 
 
-def _int8_product(x: QuantizedActivations, weight: Int8Weight) -> Tensor:
-    """On integer tensor cores."""
-    codes, scales, matrix = *_rows(x), code_matrix(weight)
-    if len(codes) <= few_rows.MOST_ROWS and weight.dtype == bfloat16:
-        assert matrix is not None
-        out = few_rows.product(codes, matrix, scales)
-    else:
-        out = int8_product(codes, scales, weight.codes, weight.scales, weight.dtype)
-    return _with_bias(out, weight, x.codes)
+def _fp8(weight: Fp8Weight) -> Product | None:
+    if weight.dtype != bfloat16 or any(size % 16 for size in weight.shape):
+        return None
+    return _of_rows(weight, fp8_product, few=True)
 
 
-def _int4_takes(weight: Int4Weight) -> bool:
-    matrix = code_matrix(weight)
-    return weight.dtype == bfloat16 and matrix is not None and few_rows.takes(matrix)
-
-
-def _int4_product(x: QuantizedActivations, weight: Int4Weight) -> Tensor:
-    """Of what the codes stand for, in bf16."""
-    return _weight_only(x.dequantize(weight.dtype), weight)
-
-
-def _fp8_takes(weight: Fp8Weight) -> bool:
-    return weight.dtype == bfloat16 and _kind(weight) == "fp8" and all(size % 16 == 0 for size in weight.shape)
-
-
-def _fp8_product(x: QuantizedActivations, weight: Fp8Weight) -> Tensor:
-    """On FP8 tensor cores, which multiply codes; the scales are applied to the sums."""
-    codes, scales, matrix = *_rows(x), code_matrix(weight)
-    if len(codes) <= few_rows.MOST_ROWS:
-        assert matrix is not None
-        out = few_rows.product(codes, matrix, scales)
-    else:
-        out = fp8_product(codes, scales, weight.codes, weight.scales, weight.dtype)
-    return _with_bias(out, weight, x.codes)
-
-
-def _kind(weight: Weight) -> str:
-    return "" if weight.activations is None else weight.activations.kind
-
-
-def _rows(x: QuantizedActivations) -> tuple[Tensor, Tensor]:
-    """Codes [rows, in] and scales [rows, 1]."""
-    return x.codes.reshape(-1, x.codes.shape[-1]), x.scales.reshape(-1, 1)
+def _int4(weight: Int4Weight) -> Product | None:
+    """Multiply what the codes stand for, in bf16."""
+    if weight.dtype != bfloat16 or weight.matrix is None or not few_rows.takes(weight.matrix):
+        return None
+    return lambda x: _weight_only(x.dequantize(weight.dtype), weight)
 
 
 def _weight_only(x: Tensor, weight: Int8Weight | Int4Weight | Fp8Weight) -> Tensor:
-    """The product with a matrix of codes, whose format's quantization of inputs is not considered here."""
-    matrix, rows = code_matrix(weight), x.reshape(-1, x.shape[-1])
+    """Multiply by a quantized matrix; the inputs stay unquantized."""
+    matrix, rows = weight.matrix, x.reshape(-1, x.shape[-1])
     if x.dtype != bfloat16 or matrix is None or not few_rows.takes(matrix) or not len(rows):
         return reference.linear(x, weight)
     if isinstance(weight, Int4Weight) and weight.order is not None:
@@ -145,6 +135,6 @@ def _with_bias(out: Tensor, weight: Weight, x: Tensor) -> Tensor:
     return out.view(*x.shape[:-1], -1)
 
 
-linear.register(Int8Weight)(LinearOnCodes(_int8_takes, _int8_product, unquantized=_weight_only))
-linear.register(Int4Weight)(LinearOnCodes(_int4_takes, _int4_product, unquantized=_weight_only))
-linear.register(Fp8Weight)(LinearOnCodes(_fp8_takes, _fp8_product, unquantized=_weight_only))
+linear.register(Int8Weight)(LinearOnCodes(_int8, unquantized=_weight_only))
+linear.register(Int4Weight)(LinearOnCodes(_int4, unquantized=_weight_only))
+linear.register(Fp8Weight)(LinearOnCodes(_fp8, unquantized=_weight_only))

@@ -16,7 +16,7 @@ from minillm.errors import ConfigError
 from minillm.values import shown
 
 from .activations import LARGEST, Activations, to_codes
-from .quantized import QuantizedWeight, check_no_zeros, empty_bias, input_scale
+from .quantized import RowCodes
 from .weight import Codes, Format
 
 SCALES = ("channel", "tensor")
@@ -39,46 +39,19 @@ class Fp8(Format):
             raise ConfigError(f"scales must be one of {', '.join(SCALES)}, not {shown(self.scales)}")
 
     def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> "Fp8Weight":
-        return Fp8Weight(
-            format=self,
-            compute_dtype=dtype,
-            bias=empty_bias(out, bias, dtype, device),
-            input_scale=input_scale(self.activations, device),
-            codes=torch.empty(out, inputs, dtype=torch.float8_e4m3fn, device=device),
-            scales=torch.empty(out, dtype=torch.promote_types(dtype, torch.float32), device=device),
-        )
+        return Fp8Weight.empty(self, torch.float8_e4m3fn, out, inputs, bias, dtype, device)
 
 
 @dataclass
-class Fp8Weight(QuantizedWeight):
+class Fp8Weight(RowCodes):
     """Codes [out, in] float8_e4m3fn, scales [out], and an optional bias [out].
 
     A module's one scale is stored for each of its rows, so modules with different scales can share a weight.
     """
 
-    codes: Tensor
-    scales: Tensor  # [out]: float64 for activations in float64, else float32
-
     @property
     def needs_whole_module(self) -> bool:
         return isinstance(self.format, Fp8) and self.format.scales == "tensor"
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    def tensors(self) -> list[Tensor | None]:
-        return [self.codes, self.scales]
-
-    def rows(self, which: Tensor | slice) -> Codes:
-        return Codes(self.codes[which], self.scales[which][:, None])
-
-    def fill(self, rows: range, codes: Codes) -> None:
-        check_no_zeros(codes, "fp8")
-        # Copied as bytes: torch has no indexed assignment of FP8 on every device.
-        span = slice(rows.start, rows.stop)
-        self.codes.view(torch.uint8)[span] = codes.codes.contiguous().view(torch.uint8).to(self.codes.device)
-        self.scales[span] = codes.scales.to(self.scales).expand(len(rows), 1).squeeze(1)
 
     def round(self, weight: Tensor) -> Codes:
         return quantize(weight, per_row=not self.needs_whole_module)

@@ -9,12 +9,14 @@ if the format is not symmetric, its own zero point (Jacob et al. 2018, section 2
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
+from minillm.kernels.arguments import CodeMatrix
 from minillm.values import as_int, shown
 
 from .activations import Activations
@@ -99,6 +101,12 @@ class Int4Weight(QuantizedWeight):
     @property
     def group_size(self) -> int:
         return self.shape[1] // self.scales.shape[1]
+
+    @cached_property
+    def matrix(self) -> CodeMatrix | None:
+        if self.shape[1] % 8:
+            return None
+        return CodeMatrix(4, self.packed.view(torch.int32), self.scales, self.zeros)
 
     def tensors(self) -> list[Tensor | None]:
         return [self.packed, self.scales, self.zeros, self.order]

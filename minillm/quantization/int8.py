@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .activations import Activations
-from .quantized import QuantizedWeight, check_no_zeros, empty_bias, input_scale
+from .quantized import RowCodes
 from .weight import Codes, Format
 
 HIGHEST = 127
@@ -27,37 +27,12 @@ class Int8(Format):
     activations: Activations | None = None
 
     def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> "Int8Weight":
-        return Int8Weight(
-            format=self,
-            compute_dtype=dtype,
-            bias=empty_bias(out, bias, dtype, device),
-            input_scale=input_scale(self.activations, device),
-            codes=torch.empty(out, inputs, dtype=torch.int8, device=device),
-            scales=torch.empty(out, dtype=torch.promote_types(dtype, torch.float32), device=device),
-        )
+        return Int8Weight.empty(self, torch.int8, out, inputs, bias, dtype, device)
 
 
 @dataclass
-class Int8Weight(QuantizedWeight):
+class Int8Weight(RowCodes):
     """Codes [out, in] int8, scales [out], and an optional bias [out]."""
-
-    codes: Tensor
-    scales: Tensor  # [out]: float64 for activations in float64, else float32
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    def tensors(self) -> list[Tensor | None]:
-        return [self.codes, self.scales]
-
-    def rows(self, which: Tensor | slice) -> Codes:
-        return Codes(self.codes[which], self.scales[which][:, None])
-
-    def fill(self, rows: range, codes: Codes) -> None:
-        check_no_zeros(codes, "int8")
-        self.codes[rows.start : rows.stop] = codes.codes
-        self.scales[rows.start : rows.stop] = codes.scales.squeeze(1)
 
     def round(self, weight: Tensor) -> Codes:
         return quantize(weight)

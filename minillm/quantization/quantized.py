@@ -3,11 +3,14 @@
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
+from minillm.kernels.arguments import CodeMatrix
 
 from .activations import LARGEST, Activations
 from .weight import Codes, Format, Shard, Weight, copy_pieces, joined
@@ -47,6 +50,14 @@ class QuantizedWeight(Weight):
     @abstractmethod
     def rows(self, which: Tensor | slice) -> Codes:
         """The codes of these rows."""
+
+    @cached_property
+    def matrix(self) -> CodeMatrix | None:
+        """The codes as kernels read them, in the order of columns; None for formats and shapes that they do not read.
+
+        It has the weight's memory, which is filled in place, so it is made once.
+        """
+        return None
 
     @property
     def needs_whole_module(self) -> bool:
@@ -92,6 +103,61 @@ class QuantizedWeight(Weight):
     @abstractmethod
     def randomize_codes(self, generator: torch.Generator) -> None:
         """Fill codes and scales with random values that keep activations near 1."""
+
+
+@dataclass
+class RowCodes(QuantizedWeight):
+    """Codes [out, in] of eight bits, scales [out], and an optional bias [out]."""
+
+    codes: Tensor  # int8, or float8_e4m3fn
+    scales: Tensor  # [out]: float64 for activations in float64, else float32
+
+    @classmethod
+    def empty(
+        cls,
+        format: Format,
+        code: torch.dtype,
+        out: int,
+        inputs: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """As `Format.empty`, with codes of the dtype `code`."""
+        return cls(
+            format=format,
+            compute_dtype=dtype,
+            bias=empty_bias(out, bias, dtype, device),
+            input_scale=input_scale(format.activations, device),
+            codes=torch.empty(out, inputs, dtype=code, device=device),
+            scales=torch.empty(out, dtype=torch.promote_types(dtype, torch.float32), device=device),
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @cached_property
+    def matrix(self) -> CodeMatrix | None:
+        if self.shape[1] % 4 or self.scales.dtype != torch.float32:
+            return None
+        fp8 = self.codes.dtype == torch.float8_e4m3fn
+        rounded = self.activations is not None and self.activations.kind == ("fp8" if fp8 else "int8")
+        words = self.codes.view(torch.int32)
+        return CodeMatrix(8, words, self.scales, fp8=fp8, rounded_inputs=rounded, input_scale=self.input_scale)
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.codes, self.scales]
+
+    def rows(self, which: Tensor | slice) -> Codes:
+        return Codes(self.codes[which], self.scales[which][:, None])
+
+    def fill(self, rows: range, codes: Codes) -> None:
+        check_no_zeros(codes, self.format.name)
+        # Copied as bytes: torch has no indexed assignment of FP8 on every device.
+        span = slice(rows.start, rows.stop)
+        self.codes.view(torch.uint8)[span] = codes.codes.to(self.codes).contiguous().view(torch.uint8)
+        self.scales[span] = codes.scales.to(self.scales).expand(len(rows), 1).squeeze(1)
 
 
 def input_scale(activations: Activations | None, device: torch.device) -> Tensor | None:

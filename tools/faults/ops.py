@@ -128,8 +128,8 @@ FAULTS = (
     Fault(
         "products of codes ignore a static scale",
         ON_CODES,
-        "return Rounding(dtype, weight.input_scale)",
-        "return Rounding(dtype, None)",
+        "(product, Rounding(dtype, weight.input_scale))",
+        "(product, Rounding(dtype, None))",
         "tests/ops/test_compositions.py -k 'bits_of_separate and static'",
     ),
     Fault(

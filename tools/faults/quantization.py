@@ -51,7 +51,7 @@ FAULTS = (
     ),
     Fault(
         "selected rows get the scales of the first rows",
-        INT8,
+        "minillm/quantization/quantized.py",
         "Codes(self.codes[which], self.scales[which][:, None])",
         "Codes(self.codes[which], self.scales[: len(self.codes[which])][:, None])",
         "tests/quantization/test_int8.py -k rows_equal",
@@ -86,7 +86,7 @@ FAULTS = (
     ),
     Fault(
         "modules with one FP8 scale each share the first one's",
-        "minillm/quantization/fp8.py",
+        "minillm/quantization/quantized.py",
         "self.scales[span] = codes.scales",
         "self.scales[:] = codes.scales[:1]",
         "tests/quantization/test_fp8.py -k module",
