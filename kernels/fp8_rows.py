@@ -18,8 +18,6 @@ A thread loads 16 bytes at once, a "quad" of four words; word j of a row holds t
 a norm, the sum of squares and the largest input, which decides the scale, are found in one reduction.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +25,7 @@ import triton.language as tl
 from .arguments import CodeMatrix, is_compiled
 from .cache_codes import of_words, to_codes, to_numbers
 from .quantized_inputs import has_fp8
-from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
+from .single_row_parts import RowsConfig, activated, dependent_launch, processors, wait_for_inputs
 
 LARGEST = tl.constexpr(448.0)
 
@@ -192,14 +190,6 @@ def fp8_rows_kernel(
         tl.store(out_ptr + rows, y.to(kind), mask=rows < ROWS)
 
 
-class Launch(NamedTuple):
-    """A launch configuration of `fp8_rows_kernel`."""
-
-    programs: int
-    tile: int  # rows of the matrix that a program works on at once
-    warps: int
-
-
 def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether rows are whole words, and the device converts fp8 numbers; float16 sums are too coarse for float32."""
     exact = device.type != "cuda" or dtype != torch.float32
@@ -226,7 +216,7 @@ def product(
     quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
     launch = default_launch(rows, quads, bool(activation), processors(x.device))
     if not is_compiled(x):
-        launch = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
+        launch = RowsConfig(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
     fp8_rows_kernel[(launch.programs,)](
         x, residual, total, norm, matrix.words, matrix.scales, matrix.input_scale, out, eps, rows,
         COLUMNS=columns, QUADS=quads, TILE=launch.tile, NORM=norm is not None, ADD=residual is not None,
@@ -236,16 +226,16 @@ def product(
     return out, total
 
 
-def default_launch(rows: int, quads: int, gated: bool, processors: int) -> Launch:
+def default_launch(rows: int, quads: int, gated: bool, processors: int) -> RowsConfig:
     """The fastest of those measured on an H200 at Gemma 2B's shapes, in a whole decode step."""
     if quads > 256:  # long rows: large programs, so that few of them read the inputs
         per = 2 if quads <= 512 else 1
-        return Launch(min(per * processors, triton.cdiv(rows, 2)), 2, 16)
+        return RowsConfig(min(per * processors, triton.cdiv(rows, 2)), 2, 16)
     if rows > 256 * processors:
-        return Launch(8 * processors, 4, 2)
+        return RowsConfig(8 * processors, 4, 2)
     if gated:
-        return Launch(5 * processors, 4, 4)
+        return RowsConfig(5 * processors, 4, 4)
     tiles = triton.cdiv(rows, 4)
     if tiles <= 4 * processors:
-        return Launch(tiles, 4, 2)
-    return Launch(3 * processors, 4, 4)
+        return RowsConfig(tiles, 4, 2)
+    return RowsConfig(3 * processors, 4, 4)

@@ -20,15 +20,13 @@ multiply the inputs before they become integers, and the root mean square divide
 wait until the squares are added up.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from .arguments import CodeMatrix, is_compiled
 from .quantized_inputs import magnitude, to_even
-from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
+from .single_row_parts import RowsConfig, activated, dependent_launch, processors, wait_for_inputs
 
 GROUP = 32  # int4 groups must be multiples of this: a quad has one scale
 ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: the float32 numbers near it are integers
@@ -252,14 +250,6 @@ def integer_rows_kernel(
         tl.store(out_ptr + rows, y.to(kind), mask=rows < ROWS)
 
 
-class Launch(NamedTuple):
-    """A launch configuration of `integer_rows_kernel`."""
-
-    programs: int
-    tile: int  # rows of the matrix that a program works on at once
-    warps: int
-
-
 def takes(columns: int, bits: int, group: int) -> bool:
     """Whether rows are whole words, and an int4 group (`group` inputs) whole quads."""
     return columns % 4 == 0 if bits == 8 else columns % group == 0 and group % GROUP == 0
@@ -286,7 +276,7 @@ def product(
     quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
     launch = default_launch(rows, quads, bits, bool(activation), processors(x.device))
     if not is_compiled(x):
-        launch = Launch(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
+        launch = RowsConfig(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
     digits = 1 if matrix.rounded_inputs else 3 if x.dtype == torch.float32 else 2
     integer_rows_kernel[(launch.programs,)](
         x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, matrix.input_scale, out, eps, rows,
@@ -298,20 +288,20 @@ def product(
     return out, total
 
 
-def default_launch(rows: int, quads: int, bits: int, gated: bool, processors: int) -> Launch:
+def default_launch(rows: int, quads: int, bits: int, gated: bool, processors: int) -> RowsConfig:
     """The fastest of those measured on an H200 at Gemma 2B's shapes, in a whole decode step.
 
     Launches are chosen together: a kernel that leaves registers free lets the next one start and load early.
     """
     if quads > 256:  # long rows: large programs, so that few of them read the inputs
         per = 2 if quads <= 512 else 1
-        return Launch(min(per * processors, triton.cdiv(rows, 2)), 2 if quads <= 1024 else 1, 16)
+        return RowsConfig(min(per * processors, triton.cdiv(rows, 2)), 2 if quads <= 1024 else 1, 16)
     if rows > 256 * processors:
-        return Launch(8 * processors, 4, 2)
+        return RowsConfig(8 * processors, 4, 2)
     if gated:
-        return Launch(5 * processors, 4, 4) if bits == 4 else Launch(8 * processors, 2, 4)
+        return RowsConfig(5 * processors, 4, 4) if bits == 4 else RowsConfig(8 * processors, 2, 4)
     if bits == 4:
         tile = 8 if triton.cdiv(rows, 8) <= 2 * processors else 16
-        return Launch(min(2 * processors, triton.cdiv(rows, tile)), tile, 4)
+        return RowsConfig(min(2 * processors, triton.cdiv(rows, tile)), tile, 4)
     tiles = triton.cdiv(rows, 4)
-    return Launch(tiles if tiles <= 4 * processors else 3 * processors, 4, 4)
+    return RowsConfig(tiles if tiles <= 4 * processors else 3 * processors, 4, 4)

@@ -32,7 +32,7 @@ from . import launch_configs
 from .arguments import Cache
 from .cache_codes import LARGEST, rounded_head, stored, to_numbers
 from .paged_attention import LOG2E, product_type
-from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
+from .single_row_parts import RowsConfig, activated, dependent_launch, processors, wait_for_inputs
 
 WHOLE = 4096  # a program holds full rows of up to this many columns
 PARTS = 16  # most programs that share a head's keys
@@ -309,14 +309,6 @@ class RowAttention:
         return out
 
 
-class Launch(NamedTuple):
-    """A launch configuration of `whole_rows_kernel`."""
-
-    programs: int
-    tile: int  # rows of the matrix that a program works on at once
-    warps: int
-
-
 class LongLaunch(NamedTuple):
     """A launch configuration of `long_rows_kernel`."""
 
@@ -325,15 +317,15 @@ class LongLaunch(NamedTuple):
     warps: int
 
 
-launch_configs.register("whole_rows", Launch)
+launch_configs.register("whole_rows", RowsConfig)
 launch_configs.register("long_rows", LongLaunch)
 
 
-def whole_launch(rows: int, columns: int, gated: bool, processors: int) -> Launch:
+def whole_launch(rows: int, columns: int, gated: bool, processors: int) -> RowsConfig:
     """Many small tiles keep many loads in flight; a matrix with many rows (the head) gets fewer, larger programs."""
     tile = max(1, min(16, 4096 // triton.next_power_of_2(columns)))
     if rows > 256 * processors:
-        return Launch(6 * processors, tile, 8)
+        return RowsConfig(6 * processors, tile, 8)
     if gated:
-        return Launch(8 * processors, max(tile // 2, 1), 4)
-    return Launch(min(8 * processors, triton.cdiv(rows, tile)), tile, 2)
+        return RowsConfig(8 * processors, max(tile // 2, 1), 4)
+    return RowsConfig(min(8 * processors, triton.cdiv(rows, tile)), tile, 2)

@@ -1,6 +1,7 @@
 """Parts that the kernels of a decode step share: launches that overlap, and the activation.  Lesson 11."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,6 +29,14 @@ def activated(gate, GELU: tl.constexpr):
     if GELU:
         slope = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)  # 2 * sqrt(2 / pi)
     return gate * tl.sigmoid(gate * slope)
+
+
+class RowsConfig(NamedTuple):
+    """A launch configuration of a kernel that multiplies one row by a matrix."""
+
+    programs: int
+    tile: int  # rows of the matrix that a program works on at once
+    warps: int
 
 
 @lru_cache

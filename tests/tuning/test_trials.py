@@ -39,7 +39,7 @@ def decode_problem():
 
 def product_problem(rows, columns, gated):
     sizes = {"rows": rows, "columns": columns, "dtype": "float32", "gated": gated}
-    return launch_configs.problem("whole_rows", **sizes), single_row.Launch(2, 4, 2)
+    return launch_configs.problem("whole_rows", **sizes), single_row.RowsConfig(2, 4, 2)
 
 
 def prefill_problem():
