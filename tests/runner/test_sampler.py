@@ -76,6 +76,7 @@ CASES = [
     {"top_p": 0.05},
     {"min_p": 0.3},
     {"min_p": 0.5, "temperature": 3.0},
+    {"min_p": 1},
     {"repetition_penalty": 1.8},
     {"repetition_penalty": 0.6},
     {"presence_penalty": 1.5},
@@ -227,3 +228,11 @@ def test_logprobs_of_half_precision_logits_are_computed_in_float32():
 def test_invalid_parameters_are_reported_by_name(case, message):
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**case)
+
+
+def test_a_row_keeps_no_wish_for_log_probabilities_of_the_request_before():
+    state = rows(1)
+    state.fill([new_row(0, SamplingParams(logprobs=3, prompt_logprobs=2), 1)])
+    assert (state.logprobs[0], state.prompt_logprobs[0]) == (3, 2)
+    state.fill([new_row(0, SamplingParams(), 2)])
+    assert (state.logprobs[0], state.prompt_logprobs[0]) == (-1, -1)
