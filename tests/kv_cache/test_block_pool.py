@@ -67,3 +67,19 @@ def test_a_prefix_key_depends_on_its_block_on_all_before_it_and_on_the_salt():
     assert not set(keys) & set(prefix_keys(first, 4))
     assert [a == b for a, b in zip(keys, prefix_keys(last, 4), strict=True)] == [True, False]
     assert not set(keys) & set(prefix_keys(tokens, 4, "tenant"))
+
+
+def test_a_forgotten_block_can_be_registered_again_whether_it_was_cached_or_used(pool):
+    """A failed request's blocks are forgotten; they may later hold other prefixes."""
+    (used,) = pool.allocate(1)
+    pool.register(used, b"used")
+    pool.forget([0, used])
+    assert pool.lookup([bytes([0])]) == pool.lookup([b"used"]) == [] and pool.cached == 3
+    pool.check([used])
+    pool.register(used, b"again")
+    assert pool.lookup([b"again"]) == [used]
+    pool.forget()
+    assert pool.cached == 0 and pool.lookup([b"again"]) == []
+    pool.check([used])
+    pool.release([used])
+    assert len(pool.allocate(6)) == 6

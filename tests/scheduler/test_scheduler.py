@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minillm.kv_cache import BlockPool
-from minillm.request import Request, SamplingParams
+from minillm.request import Request, RequestOptions, SamplingParams
 from minillm.scheduler import Scheduler, Step
 from minillm.scheduler.policies import FirstComeFirstServed
 
@@ -162,3 +162,48 @@ def test_a_request_that_wants_its_prompt_scored_computes_all_of_it():
         scheduler.submit(each)
         starts += step(scheduler).starts.tolist()
     assert starts == [0, len(BEGINNING) - scheduler.block_size, 0]
+
+
+def test_only_requests_that_may_share_count_as_looked_up():
+    scheduler = scheduler_with(40, (None,))
+    opted_out = request("opted out", BEGINNING, 1)
+    opted_out.options = RequestOptions(use_prefix_cache=False)
+    for each in (request("first", BEGINNING, 1), opted_out, request("second", BEGINNING, 1)):
+        scheduler.submit(each)
+        step(scheduler)
+    assert scheduler.prefix_queries == 2 * len(BEGINNING)
+    assert scheduler.prefix_hits == len(BEGINNING) - scheduler.block_size
+
+
+COUNTED = ("tokens_run", "generated", "preemptions", "corrupted", "prefix_queries", "prefix_hits")
+
+
+def test_a_scheduler_counts_on_where_another_ended():
+    """Counters that fall would look like a restart to whoever collects them."""
+    before, after = scheduler_with(17, (None,)), scheduler_with(17, (None,))
+    for number, name in enumerate(COUNTED, start=5):
+        assert getattr(before, name) == 0
+        setattr(before, name, number)
+    before.launched = before.read = 3
+    after.count_on_from(before)
+    assert [getattr(after, name) for name in COUNTED] == [5, 6, 7, 8, 9, 10]
+    after.submit(request("next", [5], 1))
+    assert after.schedule().number == 4
+
+
+def test_a_prompt_whose_later_chunks_find_no_room_waits():
+    """The first chunk alone would fit. With a window, a row gets blocks as its tokens are computed."""
+    scheduler = scheduler_with(60, (None, 64), policy=ShortChunks())
+    scheduler.submit(request("running", [5], 100))
+    step(scheduler)
+    prompt = list(range(60))
+    chunk, whole = 15 + 4, 15 + 15  # blocks of a group of its own for all 60 tokens, and of 16 or of all in the other
+    held = scheduler.pool.allocate(scheduler.pool.available - (chunk + whole) // 2)
+    waiting = request("waiting", prompt, 4)
+    scheduler.submit(waiting)
+    step(scheduler)
+    assert scheduler.waiting == [waiting]
+    scheduler.pool.release(held)
+    while scheduler.has_work:
+        step(scheduler)
+    assert waiting.finish_reason == "length" and scheduler.preemptions == 0
