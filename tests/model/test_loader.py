@@ -341,6 +341,8 @@ def test_an_index_that_is_not_an_object_is_named(saved, text):
         {"data_offsets": [-8, 184]},
         {"data_offsets": [0.0, 192.0]},
         {"data_offsets": [192, 0]},
+        {"data_offsets": [0, 188]},
+        {"shape": [47]},
         {"data_offsets": [0]},
         {"data_offsets": {"begin": 0}},
     ],
