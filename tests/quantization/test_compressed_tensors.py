@@ -262,28 +262,6 @@ def test_groups_of_unequal_sizes_are_refused(value, tmp_path):
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])
-def test_a_static_scale_that_is_not_positive_is_refused(scale, tmp_path):
-    models.make("llama-biases").save_pretrained(tmp_path)
-    compressed(tmp_path, "int-quantized", "static")
-    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj"
-    save_file(load_file(file) | {f"{name}.input_scale": torch.tensor([scale])}, file)
-    with pytest.raises(ConfigError, match=f"{name}: the scale of its inputs must be positive"):
-        load_model(tmp_path)
-
-
-def test_single_scales_may_have_no_axis(tmp_path):
-    models.make("llama-biases").save_pretrained(tmp_path)
-    compressed(tmp_path, "naive-quantized", "static")
-    ids, file = list(range(30)), tmp_path / "model.safetensors"
-    wanted = logits_of(load_model(tmp_path, dtype="float64"), ids)
-    tensors = load_file(file)
-    single = {name for name, tensor in tensors.items() if name.endswith("_scale") and tensor.shape == (1,)}
-    assert len(single) == 2 * 3 * 7
-    save_file({name: tensor.view(()) if name in single else tensor for name, tensor in tensors.items()}, file)
-    assert logits_of(load_model(tmp_path, dtype="float64"), ids).equal(wanted)
-
-
 def test_what_is_suggested_for_the_cache_does_not_change_the_weights(tmp_path):
     models.make("llama-biases").save_pretrained(tmp_path)
     compressed(tmp_path, "float-quantized", "by token")
