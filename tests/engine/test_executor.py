@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from minillm import LLM, SamplingParams
+from minillm.engine import Engine
 from minillm.model.loader import read_config
 from minillm.runner.executor import Facts, WatchedExecutor
 from minillm.runner.launched import Results
@@ -82,3 +83,15 @@ def test_an_engine_runs_on_a_watched_executor_inside_a_block_and_keeps_its_model
             llm.generate([[9] * 3], GREEDY)
             raise ZeroDivisionError
         assert llm.engine.executor is own
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+def test_so_many_steps_are_launched_before_the_oldest_is_read(run_ahead, monkeypatch):
+    monkeypatch.setattr("minillm.engine.engine.LocalExecutor", Counting)
+    left, read = [], Engine._read
+    monkeypatch.setattr(
+        Engine, "_read", lambda engine, launched: (left.append(len(engine.in_flight)), read(engine, launched))
+    )
+    with LLM(device="cpu", run_ahead=run_ahead) as llm:
+        llm.generate([9] * 3, SamplingParams(max_tokens=12, ignore_eos=True))
+    assert left[0] == max(left) == run_ahead
