@@ -1,6 +1,7 @@
 """The bounded JSON decoder agrees with the json module and stops at the first value over the limit."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -50,8 +51,10 @@ def test_invalid_json_is_rejected_as_in_the_json_module(value, data, piece):
     except json.JSONDecodeError as error:
         with pytest.raises(json.JSONDecodeError) as refused:
             decode(text, piece=piece)
-        # Newer versions of the module say more about a list that ends in a comma.
-        assert refused.value.pos == error.pos or "trailing comma" in error.msg, (text, error)
+        places = {error.pos}
+        if "trailing comma" in error.msg:  # the module points at what follows the comma up to Python 3.12, then at it
+            places.add(re.compile(r",\s*").match(text, error.pos).end())
+        assert refused.value.pos in places, (text, error)
     else:
         assert decode(text, piece=piece) == expected
 

@@ -8,7 +8,7 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
-from minillm.server.responses import completion_logprobs
+from minillm.server.responses import _by_string, completion_logprobs
 from minillm.server.token_texts import TokenTexts
 from minillm.tokenizer import Tokenizer
 from tests.tokenizer.layouts import CORPUS, LAYOUTS
@@ -242,6 +242,16 @@ def test_tokens_with_the_same_string_have_names_of_their_own(tokenizer):
         (top,) = completion_logprobs(texts, [chosen], [entry], 20, [0], True)["top_logprobs"]
         assert len(top) == len(ids) and top[texts(chosen)] == entry[chosen]
         assert all(top[f"token_id:{each}"] == entry[each] for each in ids if each != chosen)
+
+
+def test_of_two_tokens_with_one_string_the_likelier_has_it_unless_the_other_was_chosen():
+    texts = {1: "same", 2: "same", 3: "other"}
+    for likely, less in ((1, 2), (2, 1)):
+        entry = {3: -3.0, less: -2.0, likely: -1.0}
+        shown = _by_string(lambda each, first: texts[each], entry, 3, 2, False)
+        assert shown == {"same": -1.0, f"token_id:{less}": -2.0, "other": -3.0}
+        shown = _by_string(lambda each, first: texts[each], entry, less, 2, False)
+        assert shown == {"same": -2.0, f"token_id:{likely}": -1.0}
 
 
 def test_parts_of_characters_have_openais_names_and_bytes(tokenizer):
