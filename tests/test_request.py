@@ -88,6 +88,11 @@ def test_n_is_a_number_of_choices(wrong):
         SamplingParams(n=wrong)
 
 
+def test_choices_of_a_seeded_prompt_have_seeds_of_their_own():
+    assert [each.seed for each in SamplingParams(seed=7).choices(3)] == [7, 8, 9]
+    assert [each.seed for each in SamplingParams(n=2).choices(3)] == [None] * 3
+
+
 def test_a_schema_that_is_no_dictionary_says_how_to_make_one():
     class Isle(BaseModel):
         name: str

@@ -1,6 +1,8 @@
 """A record states what was measured, on which machine, at which commit and by which command."""
 
 import json
+import shutil
+import subprocess
 from functools import partial
 
 import pytest
@@ -60,7 +62,9 @@ def test_an_unwritable_plan_is_reported_before_the_measurement(tmp_path):
 def test_the_commit_is_the_one_in_the_environment_or_the_checkouts(monkeypatch):
     monkeypatch.delenv("MINILLM_COMMIT", raising=False)
     found = records.commit()
-    assert found["commit"] is None or len(found["commit"]) == 40
+    git = shutil.which("git") and ["git", "-C", records.PACKAGE, "rev-parse", "HEAD"]
+    known = git and subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    assert found["commit"] == (known or None) and found["dirty"] in ((True, False) if known else (None,))
     monkeypatch.setenv("MINILLM_COMMIT", "abc")
     assert records.commit() == {"commit": "abc", "dirty": False}
     monkeypatch.setenv("MINILLM_COMMIT", "abc+")
