@@ -15,22 +15,17 @@ EXAMPLES ?= 10
 # One process per core (conftest.py), one thread each. The tests of one file stay in one process: its fixtures are made
 # once, and the cells of a notebook run in order. Files start in their own order: notebooks, short ones, come last.
 IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-# The tests that find the most faults per second; `make check` runs these.
-KEY_TESTS := $(addprefix tests/, \
-  project/test_imports.py engine/test_engine.py engine/test_output_text.py scheduler/test_scheduler.py \
-  scheduler/test_policies.py scheduler/test_scheduler_state_machine.py kv_cache/test_block_pool.py \
-  runner/test_sampler.py ops tokenizer/test_equality.py tokenizer/test_tokenizer.py \
-  model/test_config.py model/test_config_file.py model/test_decoder.py::test_logits_equal_those_of_transformers \
-  kernels/test_kernels.py::test_decode_attention kernels/test_kernels.py::test_prefill_attention \
-  server/test_completions.py server/test_errors.py test_config.py test_request.py test_overrides.py)
+# The files that have tests with a marker: to collect all others would take longer than to run some of these.
+marked = $(shell grep -rlE --include='test_*.py' '(pytest\.mark\.|tests\.)$(1)' tests | LC_ALL=C sort)
 
-.PHONY: help setup demo check test explore lab notebooks triton site lint types format lock clean
+.PHONY: help setup demo check test proofs explore lab notebooks triton site lint types format lock clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       serve the embedded model, load-test it, compare it; writes an HTML report to build/'
 	@echo 'make check      format, lint, types and the key tests, in about two minutes'
-	@echo 'make test       every test, notebooks included (PYTEST="-k name" selects some)'
+	@echo 'make test       every test but the proofs, notebooks included (PYTEST="-k name" selects some)'
+	@echo 'make proofs     the long tests: many more requests, ranks and shapes'
 	@echo 'make explore    the randomized tests with another seed (SEED=N EXAMPLES=N)'
 	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
 	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'
@@ -68,10 +63,13 @@ demo: $(READY)
 	$(BIN)/python -m minillm.course.build demo
 
 check: lint types
-	PYTHONHASHSEED=0 $(IN_PARALLEL) $(KEY_TESTS) $(PYTEST)
+	PYTHONHASHSEED=0 $(IN_PARALLEL) $(call marked,key) -m 'key and not proof' $(PYTEST)
 
 test: $(READY)
-	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env $(PYTEST)
+	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env -m 'not proof' $(PYTEST)
+
+proofs: $(READY)
+	PYTHONHASHSEED=0 $(IN_PARALLEL) $(call marked,proof) -m proof $(PYTEST)
 
 explore: $(READY)
 	@seed=$(or $(SEED),$$RANDOM$$RANDOM); echo "the same again: make explore SEED=$$seed EXAMPLES=$(EXAMPLES)"; \

@@ -1,7 +1,8 @@
 """The Makefile's main commands in plain Python, for machines without make.
 
     python make.py demo                           serve, load-test and compare the embedded model; a report in build/
-    python make.py test                           every test, notebooks included
+    python make.py test                           every test but the proofs, notebooks included
+    python make.py proofs                         the long tests: many more requests, ranks and shapes
     python make.py lab                            JupyterLab on copies of the notebooks, in lab/
     python make.py lab --allow-root --ip 0.0.0.0  the same in a container: JupyterLab gets the options
     python make.py site                           the course as a site to read, in build/site
@@ -14,6 +15,8 @@ It needs Python 3.11 to 3.14 and installs everything else into .venv.
 
 import argparse
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ STAMP = VENV / ".installed"
 BIN = Path(".venv") / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = str(BIN / "python")
 LOCK = "requirements.lock"
-TEST = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", "--nbval", "--nbval-current-env"]
+IN_PARALLEL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 Command = tuple[dict[str, str], list[str]]  # variables of the environment, and words
 
@@ -42,16 +45,25 @@ def setup(torch_index: str | None = None) -> list[Command]:
     ]
 
 
+def marked(marker: str) -> list[str]:
+    """pytest's arguments for the tests with a marker, and the files that have some."""
+    uses = re.compile(rf"(pytest\.mark\.|tests\.){marker}")
+    files = [path for path in ROOT.glob("tests/**/test_*.py") if uses.search(path.read_text("utf-8"))]
+    return [*sorted(path.relative_to(ROOT).as_posix() for path in files), "-m", marker]
+
+
 def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
     """What to run for a target, once the environment is there. more: JupyterLab's options."""
     build = [PYTHON, "-m", "minillm.course.build"]
+    variables, pytest = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *IN_PARALLEL]
     return {
         "setup": [],
         "demo": [({}, [*build, "demo"])],
         "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), "lab", "--notebook-dir", "lab", *more])],
         "site": [({}, [PYTHON, "tools/build_site.py"])],
         "notebooks": [({}, [*build, "notebooks"])],
-        "test": [({"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *TEST])],
+        "test": [(variables, [*pytest, "--nbval", "--nbval-current-env", "-m", "not proof"])],
+        "proofs": [(variables, [*pytest, *marked("proof")])],
     }[name]
 
 
@@ -63,7 +75,7 @@ def is_ready() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", choices=("setup", "demo", "test", "lab", "notebooks", "site"))
+    parser.add_argument("target", choices=("setup", "demo", "test", "proofs", "lab", "notebooks", "site"))
     parser.add_argument(
         "--torch-index", help="an index to take torch from; that of CPU builds saves several GB on Linux"
     )
@@ -75,7 +87,7 @@ def main() -> None:
     todo = [] if is_ready() else setup(given.torch_index)
     if given.dry_run:
         for variables, words in [*todo, *commands(given.target, more)]:
-            print(*(f"{name}={value}" for name, value in variables.items()), *words)
+            print(*(f"{name}={value}" for name, value in variables.items()), shlex.join(words))
         return
     if not (3, 11) <= sys.version_info[:2] < (3, 15):
         sys.exit(

@@ -11,6 +11,8 @@ from minillm import LLM, AsyncLLM
 from minillm.config import DeviceConfig, EngineConfig
 from minillm.errors import ConfigError
 
+pytestmark = pytest.mark.key
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

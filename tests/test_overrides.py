@@ -9,6 +9,8 @@ import minillm
 from minillm import overrides
 from minillm.model.loader import EMBEDDED
 
+pytestmark = pytest.mark.key
+
 WORDS = "the lighthouse of Fenwick"
 
 

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from minillm import LLM, RequestOptions, SamplingParams
 from minillm.errors import InvalidRequest
 
+pytestmark = pytest.mark.key
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

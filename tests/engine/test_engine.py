@@ -15,7 +15,7 @@ from minillm.errors import ConfigError
 from tests.chance import SEED
 from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
-pytestmark = pytest.mark.explore
+pytestmark = [pytest.mark.explore, pytest.mark.key]
 
 VOCABULARY = 97
 

@@ -12,6 +12,8 @@ from tests.chance import SEED
 from tests.tokenizer.layouts import LAYOUTS
 from tests.tokenizer.reference import Reference
 
+pytestmark = pytest.mark.key
+
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def directory(request, tmp_path_factory):

@@ -145,6 +145,7 @@ layouts = pytest.mark.parametrize("heads,kv_heads,dim,block_size,dtype,window,so
 STREAMS = [LAYOUTS[name] for name in ("odd_blocks", "gqa_128", "bfloat16")]
 
 
+@pytest.mark.key
 @pytest.mark.parametrize("queries", [1, 3])
 @layouts
 def test_decode_attention(heads, kv_heads, dim, block_size, dtype, window, soft_cap, queries, device):
@@ -198,6 +199,7 @@ def test_a_row_of_length_0_gets_zeros_and_affects_no_other_row(device):
     assert (got[0] == 0).all() and not got.isnan().any()
 
 
+@pytest.mark.key
 @layouts
 def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft_cap, device):
     queries, before = (

@@ -7,6 +7,7 @@ from minillm.kv_cache import LayerCache
 from minillm.kv_cache.layer_cache import CacheSpec, quantize, widened
 from minillm.ops import AttentionOptions, reference
 from tests.kernels.compare import COMPILED, assert_close, random_tensor, rotations
+from tests.proofs import pairwise
 from tests.rounded_cache import rounded
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
@@ -32,9 +33,7 @@ if COMPILED:
         "gqa 256 bf16 window cap": (8, 4, 256, 16, BF16, 300, 50.0),
         "mha 128 f16": (4, 4, 128, 32, F16, None, None),
     }
-layouts = pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size", "dtype", "window", "soft_cap"), LAYOUTS.values(), ids=LAYOUTS
-)
+LAYOUT = "heads, kv_heads, dim, block_size, dtype, window, soft_cap"
 formats = pytest.mark.parametrize("name", FORMATS)
 LENGTHS = [1, 300, 517, 64, 2000] if COMPILED else [1, 33, 19]
 
@@ -141,9 +140,7 @@ def test_a_padding_token_changes_nothing_not_even_before_the_cache(name, device)
     assert all(part.view(torch.uint8).equal(old.view(torch.uint8)) for part, old in zip(parts, before, strict=True))
 
 
-@pytest.mark.parametrize("rotate_keys", [True, False])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("name", ["auto", *FORMATS])
+@pairwise({"name": ["auto", *FORMATS], "dtype": [F32, BF16], "rotate_keys": [True, False]})
 def test_rotary_embedding_and_write_in_one_launch_equal_the_two_operations(name, dtype, rotate_keys, device):
     spec = CacheSpec.of(name, 2, 64, dtype)
     found, wanted = (spec.allocate(3, 5, torch.device(device)) for _ in "fw")
@@ -191,9 +188,7 @@ def written(name, lengths, kv_heads, dim, block_size, dtype, device):
     return cache, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@layouts
-@formats
+@pairwise({"name": FORMATS, LAYOUT: LAYOUTS, "splits": [1, 4]})
 def test_decode_attention(name, heads, kv_heads, dim, block_size, dtype, window, soft_cap, splits, device, monkeypatch):
     monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: splits)
     cache, table, lengths = written(name, LENGTHS, kv_heads, dim, block_size, dtype, device)
@@ -206,9 +201,7 @@ def test_decode_attention(name, heads, kv_heads, dim, block_size, dtype, window,
         assert_close("decode_attention", kernels.decode_attention(q, cache, table, lengths, options), wanted, dtype)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["gathered first", "in registers"])
-@layouts
-@formats
+@pairwise({"name": FORMATS, LAYOUT: LAYOUTS, "first": {"gathered first": True, "in registers": False}})
 def test_prefill_attention(name, heads, kv_heads, dim, block_size, dtype, window, soft_cap, first, device, monkeypatch):
     monkeypatch.setattr(paged_attention, "gathers", lambda *_: first)
     cache, table, lengths = written(name, LENGTHS, kv_heads, dim, block_size, dtype, device)
@@ -225,9 +218,13 @@ def test_prefill_attention(name, heads, kv_heads, dim, block_size, dtype, window
         assert_close("prefill_attention", kernels.prefill_attention(q, *given), wanted, dtype, times=1 + first)
 
 
-@pytest.mark.parametrize("length", [1, 2, 17, 128, 300, *([129, 1025, 2777] if COMPILED else [])])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype"), [(8, 1, 64, BF16), (4, 2, 32, F32), (2, 1, 256, BF16)])
-@formats
+@pairwise(
+    {
+        "name": FORMATS,
+        "heads, kv_heads, dim, dtype": [(8, 1, 64, BF16), (4, 2, 32, F32), (2, 1, 256, BF16)],
+        "length": [1, 2, 17, 128, 300, *([129, 1025, 2777] if COMPILED else [])],
+    }
+)
 def test_one_rows_attention_reads_codes_and_writes_the_new_token(name, heads, kv_heads, dim, dtype, length, device):
     single_row = pytest.importorskip("minillm.kernels.single_row")
     cache, table, lengths = written(name, [length], kv_heads, dim, 16, dtype, device)
@@ -303,10 +300,14 @@ def float16_products(monkeypatch):
         monkeypatch.setattr(paged_attention, "of_words", float16_of_words)
 
 
-@pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("scales", [(1, 1, 1), (1e5, 1e3, 1e-12), (1e-5, 1e-3, 1e6), (30, 1e-9, 1e12)], ids=str)
-@formats
+@pairwise(
+    {
+        "name": FORMATS,
+        "scales": [(1, 1, 1), (1e5, 1e3, 1e-12), (1e-5, 1e-3, 1e6), (30, 1e-9, 1e12)],
+        "splits": [1, 4],
+        "rotated": [False, True],
+    }
+)
 def test_products_in_float16_stay_in_its_range(name, scales, splits, rotated, float16_products, device, monkeypatch):
     """scales: of queries, keys and values, which also range over twelve orders of magnitude, and some are zero."""
     monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: splits)

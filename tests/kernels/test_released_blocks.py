@@ -5,6 +5,7 @@ import torch
 
 from minillm.ops import AttentionOptions, reference
 from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, paged_cache, random_tensor, released
+from tests.proofs import pairwise
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import paged_attention  # noqa: E402  needs triton
@@ -16,17 +17,15 @@ pytestmark = [
 
 DIM, BLOCK_SIZE = 16, 8
 LENGTHS = [41, 5, 56, 24]  # a remainder of 1, shorter than a block, shorter than most windows, whole blocks
-entries = pytest.mark.parametrize("entries", ["kept", "reused"])
-windows = pytest.mark.parametrize("window", [1, 7, 8, 9, 16, 33] if COMPILED else [1, 9, 33])
-layouts = pytest.mark.parametrize(("heads", "kv_heads", "soft_cap"), [(4, 1, None), (4, 2, 5.0)])
-dtypes = pytest.mark.parametrize("dtype", DTYPES if COMPILED else [torch.float32])
+AXES = {
+    "dtype": DTYPES if COMPILED else [torch.float32],
+    "heads, kv_heads, soft_cap": [(4, 1, None), (4, 2, 5.0)],
+    "window": [1, 7, 8, 9, 16, 33] if COMPILED else [1, 9, 33],
+    "entries": ["kept", "reused"],
+}
 
 
-@pytest.mark.parametrize(("queries", "splits"), [(1, 1), (1, 4), (3, 2)])
-@entries
-@windows
-@layouts
-@dtypes
+@pairwise(AXES | {"queries, splits": [(1, 1), (1, 4), (3, 2)]})
 def test_decode_never_reads_a_released_block(
     dtype, heads, kv_heads, soft_cap, window, entries, queries, splits, device, monkeypatch
 ):
@@ -40,10 +39,7 @@ def test_decode_never_reads_a_released_block(
     assert_close("decode_attention, blocks released", got, wanted, dtype)
 
 
-@entries
-@windows
-@layouts
-@dtypes
+@pairwise(AXES)
 def test_prefill_never_reads_a_released_block(dtype, heads, kv_heads, soft_cap, window, entries, device):
     """Chunks at a row's end: longer than a tile, the whole row, one query, one more than a block."""
     cache, table, lengths = paged_cache(LENGTHS, kv_heads, DIM, BLOCK_SIZE, dtype, device)

@@ -6,6 +6,8 @@ import pytest
 from minillm.course import checks
 from minillm.kv_cache import BlockPool, prefix_keys
 
+pytestmark = pytest.mark.key
+
 PROPERTIES = [
     pytest.param(each, id=f"{name}: {each.name}")
     for name in ("MyBlockPool", "MyPrefixPool")

@@ -10,6 +10,8 @@ from minillm.model.config import ModelConfig
 from minillm.model.rope_scaling import RopeScaling
 from tests import models
 
+pytestmark = pytest.mark.key
+
 
 def test_old_and_new_formats_of_a_config_read_the_same():
     new = {

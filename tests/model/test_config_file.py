@@ -13,6 +13,8 @@ from minillm.model.families import ARCHITECTURES
 from minillm.model.rope_scaling import RopeScaling
 from minillm.values import shown
 
+pytestmark = pytest.mark.key
+
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 64,

@@ -126,6 +126,7 @@ def theirs(model, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0]
 
 
+@pytest.mark.key
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 5e-4), ("float64", 1e-9)])
 def test_logits_equal_those_of_transformers(saved, dtype, tolerance):
     reference, model = both(saved, dtype)

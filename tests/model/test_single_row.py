@@ -32,19 +32,23 @@ WITH_ZEROS = INT4 | {"symmetric": False}
 
 
 RULES = [
-    {"*.down": "int8", "head": "int8"},
     {"*.attention_out": INT4, "head": "int8"},
     {"*.attention_out": WITH_ZEROS},
     {"layers.*": {"format": "int8", "activations": "int8"}},
-    {"*": "fp8"},
     {"*": {"format": "fp8", "activations": "fp8"}},
     {"*.down": {"format": "fp8", "scales": "tensor", "activations": "fp8"}, "*": "int8"},
 ]
+PARTS = [{"*.down": "int8", "head": "int8"}, {"*": "fp8"}]  # formats that occur above with others
 
 
 @pytest.mark.parametrize(
     ("name", "rules"),
-    [*((name, rules) for name in FITTING for rules in ({}, {"*": "int8"})), *((FITTING[0], rules) for rules in RULES)],
+    [
+        *zip(FITTING, [{}, {"*": "int8"}] * 2, strict=True),
+        *((FITTING[0], rules) for rules in RULES),
+        *(pytest.param(*case, marks=pytest.mark.proof) for case in zip(FITTING, [{"*": "int8"}, {}] * 2, strict=True)),
+        *(pytest.param(FITTING[0], rules, marks=pytest.mark.proof) for rules in PARTS),
+    ],
 )
 def test_logits_keys_and_values_equal_those_of_the_unfused_step(name, rules, tmp_path):
     model = load(name, tmp_path, Recipe(rules))

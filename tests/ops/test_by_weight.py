@@ -1,10 +1,13 @@
 """Operations are dispatched on the weight's class."""
 
+import pytest
 import torch
 
 from minillm.ops import reference
 from minillm.ops.by_weight import ByWeight
 from minillm.quantization import DenseWeight
+
+pytestmark = pytest.mark.key
 
 
 class Doubled(DenseWeight):

@@ -14,6 +14,9 @@ from minillm.ops import reference
 from minillm.ops.table import _sets
 from minillm.quantization import Activations, Dense, Fp8, Int4, Int8, Recipe
 from tests.kernels.compare import rotations
+from tests.proofs import pairwise
+
+pytestmark = pytest.mark.key
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import quantized_inputs  # noqa: E402  needs triton
@@ -107,9 +110,13 @@ def test_fused_kernels_give_the_bits_of_separate_ones(format, tokens, on_gpu, qu
         assert (found - wanted).norm() <= bound * wanted.norm()
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "gated_activation", "linear"])
-@pytest.mark.parametrize("format", EVERY)
+@pairwise(
+    {
+        "format": list(EVERY),
+        "name": ["rms_norm", "add_rms_norm", "gated_activation", "linear"],
+        "capturable": [False, True],
+    }
+)
 def test_what_replaces_a_part_of_a_composition_is_called(format, name, capturable, on_gpu):
     weight = weight_of(EVERY[format])
     with minillm.using(capturable=capturable, **{name: getattr(reference, name)}) as used:

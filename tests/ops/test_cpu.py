@@ -14,7 +14,7 @@ from minillm.quantization import DenseWeight
 from tests.chance import SEED
 from tests.kernels.compare import released
 
-pytestmark = pytest.mark.explore
+pytestmark = [pytest.mark.explore, pytest.mark.key]
 
 CONFIG = replace(PRESETS["gemma-2b"], head_dim=16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6}

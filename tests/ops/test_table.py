@@ -9,6 +9,8 @@ import minillm
 from minillm import ops
 from minillm.ops import AttentionOptions, cpu, reference
 
+pytestmark = pytest.mark.key
+
 
 def test_the_table_shows_which_function_each_operation_runs_and_why():
     rows = ops.table("cpu")

@@ -3,6 +3,7 @@
 import importlib.util
 import random
 import sys
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chance import SEED
+from tests.proofs import pairwise
 
 
 def drawn() -> list:
@@ -43,3 +45,15 @@ def test_each_test_starts_from_the_same_random_state(time):
     random_numbers = random.random(), np.random.rand(), torch.rand(()).item()
     random.seed(SEED), np.random.seed(SEED), torch.manual_seed(SEED)
     assert random_numbers == (random.random(), np.random.rand(), torch.rand(()).item())
+
+
+def test_of_a_matrix_all_pairs_of_values_occur_outside_the_proofs():
+    axes = {"a": range(4), "b, c": [(1, 2), (3, 4)], "d": {"one": 1.0, "two": 2.0}, "e": [5, 6]}
+    cases = pairwise(axes).args[1]
+    assert len(cases) == len({case.values for case in cases}) == 4 * 2 * 2 * 2
+    chosen = [case.values for case in cases if not case.marks]
+    assert 8 <= len(chosen) <= 10
+    columns = list(zip(*((a, (b, c), d, e) for a, b, c, d, e in chosen), strict=True))
+    for one, other in combinations(columns, 2):
+        assert len(set(zip(one, other, strict=True))) == len(set(one)) * len(set(other))
+    assert [len(set(column)) for column in columns] == [4, 2, 2, 2]

@@ -12,6 +12,8 @@ import pytest
 
 import minillm
 
+pytestmark = pytest.mark.key
+
 ROOT = Path(__file__).resolve().parents[2]
 # From top to bottom: each may import only those after it.
 LAYERS = (

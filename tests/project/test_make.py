@@ -11,30 +11,36 @@ import torch
 
 from tests.project.makefile import ROOT, commands, pytest_arguments
 
-
-def test_make_test_runs_every_test_and_notebook_in_parallel():
-    arguments = pytest_arguments("test")
-    parallel = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
-    assert arguments == [*parallel, "--nbval", "--nbval-current-env"], "no path: all of them"
+PARALLEL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
-def test_make_check_is_format_lint_types_and_tests_that_exist():
+def test_make_test_runs_every_test_but_the_proofs_and_every_notebook_in_parallel():
+    assert pytest_arguments("test") == [*PARALLEL, "--nbval", "--nbval-current-env", "-m", "not proof"], "no path: all"
+
+
+def test_make_check_is_format_lint_types_and_the_tests_with_a_marker():
     tools = {line.removeprefix(".venv/bin/") for line in commands("check")}
     assert {"ruff check .", "ruff format --check .", "mypy"} <= tools
-    paths = [word for word in pytest_arguments("check") if word.startswith("tests/")]
-    assert "tests/project/test_imports.py" in paths and len(paths) > 10
-    for path in paths:
-        file, _, test = path.partition("::")
-        assert (ROOT / file).exists(), path
-        assert not test or f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), path
 
 
-@pytest.mark.parametrize("target", ["test", "check", "explore"])
+@pytest.mark.parametrize(("target", "marker"), [("check", "key"), ("proofs", "proof")])
+def test_a_marker_selects_tests_and_only_the_files_that_have_some_are_collected(target, marker):
+    *arguments, option, selected = pytest_arguments(target)
+    paths = arguments[len(PARALLEL) :]
+    assert (arguments[: len(PARALLEL)], option) == (PARALLEL, "-m")
+    assert selected == {"key": "key and not proof", "proof": "proof"}[marker]
+    uses = f"pytest.mark.{marker}", f"tests.{marker}"  # in another form, this file would be one of them
+    texts = {path: path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")}
+    files = [path for path, text in texts.items() if any(each in text for each in uses)]
+    assert paths == sorted(path.relative_to(ROOT).as_posix() for path in files) and len(paths) > 4
+
+
+@pytest.mark.parametrize("target", ["test", "check", "proofs", "explore"])
 def test_tests_can_be_selected(target):
     assert "-k some_name" in commands(target, "PYTEST=-k some_name")[-1]
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lab", "notebooks", "site"])
+@pytest.mark.parametrize("target", ["demo", "test", "proofs", "lab", "notebooks", "site"])
 def test_its_twin_in_python_runs_the_same_commands(target, tmp_path):
     twin = [sys.executable, ROOT / "make.py", target, "--dry-run"]
     printed = subprocess.run(twin, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -99,8 +105,9 @@ def test_without_a_python_that_fits_make_says_what_it_tried_and_how_to_get_one(t
     assert f"Tried: {tried}." in done.stderr and "uv python install 3.13" in done.stderr
 
 
-def test_continuous_integration_prints_the_summary_of_make_test_last():
-    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == "exec make test"
+def test_continuous_integration_runs_all_tests_and_prints_a_summary_last():
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert lines[-2:] == ["make test", "exec make proofs"] and "set -euo pipefail" in lines
 
 
 @pytest.fixture

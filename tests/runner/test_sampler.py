@@ -12,6 +12,8 @@ from minillm.runner.sampler import Sampler, derived_seed, uniforms
 from minillm.runner.state import RowState
 from minillm.scheduler.step import NewRow
 
+pytestmark = pytest.mark.key
+
 VOCABULARY, DRAWS = 12, 10_000
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, 2.2, 0.3, -2.0, 1.1, 0.7]
 PROMPT, OUTPUT = [0, 3, 3, 6], [1, 7, 7, 7]  # 6 has a logit below 0, and so does 9, which is in neither

@@ -12,6 +12,8 @@ from minillm.scheduler.checked import CheckedPolicy
 from minillm.scheduler.policies import POLICIES, FirstComeFirstServed, PolicyError, ShortestPromptFirst
 from tests.chance import SEED
 
+pytestmark = pytest.mark.key
+
 
 def request(name: str, prompt: int = 4, output: int = 3, **options) -> Request:
     params, limit = SamplingParams(max_tokens=output), prompt + output

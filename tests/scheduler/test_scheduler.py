@@ -8,6 +8,8 @@ from minillm.request import Request, RequestOptions, SamplingParams
 from minillm.scheduler import Scheduler, Step
 from minillm.scheduler.policies import FirstComeFirstServed
 
+pytestmark = pytest.mark.key
+
 BEGINNING = list(range(100, 140))
 
 

@@ -28,6 +28,8 @@ from minillm.scheduler import Scheduler
 from minillm.scheduler.policies import POLICIES, FirstComeFirstServed
 from tests.chance import TIMES
 
+pytestmark = pytest.mark.key
+
 VOCABULARY, STOP, LONGEST = 11, 7, 40
 # Prompts share prefixes; no token repeats nearby, so stale content of a block changes tokens.
 BEGINNING = [at * 5 % VOCABULARY for at in range(20)]

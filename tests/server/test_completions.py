@@ -9,6 +9,8 @@ import pytest
 from minillm.request import SamplingParams
 from tests.waiting import TIMEOUT
 
+pytestmark = pytest.mark.key
+
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
 
 

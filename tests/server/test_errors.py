@@ -11,6 +11,8 @@ from minillm import SamplingParams
 from minillm.server.protocol import ChatRequest, CompletionRequest
 from tests.waiting import TIMEOUT
 
+pytestmark = pytest.mark.key
+
 GOOD = {"prompt": "The river", "max_tokens": 4}
 TURNS = [{"role": "user", "content": "hi"}]
 CHAT = {"messages": TURNS, "max_tokens": 4}

@@ -1,11 +1,14 @@
 """Ids and text equal those of the `tokenizers` library, for any text and every layout."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import unicode_text
 
 from minillm.tokenizer import StreamingDetokenizer
 from tests.chance import examples
+
+pytestmark = pytest.mark.key
 
 
 @examples(150)

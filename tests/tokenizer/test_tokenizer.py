@@ -8,6 +8,8 @@ import pytest
 from minillm.tokenizer import StreamingDetokenizer, Tokenizer, TokenizerError, decoders
 from minillm.tokenizer.chat import ChatTemplate
 
+pytestmark = pytest.mark.key
+
 
 def test_a_directory_without_a_tokenizer_is_reported_with_a_remedy(tmp_path):
     with pytest.raises(TokenizerError, match="no tokenizer.json in .*: copy it there"):
