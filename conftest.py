@@ -1,6 +1,7 @@
 """Setup for all tests, including those in notebooks."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,15 @@ def pytest_xdist_auto_num_workers() -> int:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_PROCESSES)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without a GPU, do not collect the tests that need one: hundreds of skips would hide others. Named files are."""
+    if not collection_path.match("tests/*/test_*_on_gpu*.py"):
+        return None
+    import torch
+
+    return None if torch.cuda.is_available() else True
 
 
 def is_cell(item: pytest.Item) -> bool:
