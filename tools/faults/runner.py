@@ -22,8 +22,8 @@ FAULTS = (
     Fault(
         "a profile is chosen whose weights leave no room for a request",
         "minillm/advice/profiles.py",
-        "return Choice(profiles, exact if exact.requests else profiles[-1]",
-        "return Choice(profiles, exact",
+        "return ProfileChoice(profiles, exact if exact.requests else profiles[-1]",
+        "return ProfileChoice(profiles, exact",
         "tests/advice/test_profiles.py -k too_small",
     ),
     Fault(
