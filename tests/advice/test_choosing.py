@@ -44,7 +44,7 @@ def measured(workload: str) -> dict[tuple[str, str | None, str], dict]:
     return found
 
 
-def speed(method: choosing.Method) -> tuple:
+def speed(method: choosing.MethodFacts) -> tuple:
     return method.bits, method.products, method.alone, method.few
 
 
@@ -94,7 +94,7 @@ def test_the_shares_of_bandwidth_follow_from_the_record():
         assert written[name] == pytest.approx((alone, few), abs=0.05), f"{name}: alone={alone:.2f}, few={few:.2f}"
 
 
-def share(method: choosing.Method, load: Traffic, seconds: float) -> float:
+def share(method: choosing.MethodFacts, load: Traffic, seconds: float) -> float:
     low, high = 0.01, 4.0
     for _ in range(30):
         middle = (low + high) / 2
