@@ -24,8 +24,8 @@ marked = $(shell grep -rlE --include='test_*.py' '(pytest\.mark\.|tests\.)$(1)' 
 help:
 	@echo 'make demo       serve the embedded model, load-test it, compare it; writes an HTML report to build/'
 	@echo 'make check      format, lint, types and the key tests, in about two minutes'
-	@echo 'make test       every test but the proofs, notebooks included (PYTEST="-k name" selects some)'
-	@echo 'make proofs     the long tests: many more requests, ranks and shapes'
+	@echo 'make test       every test but the proofs, with the lessons (PYTEST="-k name" selects some)'
+	@echo 'make proofs     the long tests: solved notebooks, types, many more requests and shapes'
 	@echo 'make explore    the randomized tests with another seed (SEED=N EXAMPLES=N)'
 	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
 	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'
@@ -69,7 +69,7 @@ test: $(READY)
 	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env -m 'not proof' $(PYTEST)
 
 proofs: $(READY)
-	PYTHONHASHSEED=0 $(IN_PARALLEL) $(call marked,proof) -m proof $(PYTEST)
+	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env $(call marked,proof) notebooks/solutions -m proof $(PYTEST)
 
 explore: $(READY)
 	@seed=$(or $(SEED),$$RANDOM$$RANDOM); echo "the same again: make explore SEED=$$seed EXAMPLES=$(EXAMPLES)"; \

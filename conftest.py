@@ -49,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.output_timeout = MESSAGE_SECONDS
         # Warnings and progress bars differ between machines; only stdout is part of the lesson.
         item.parent.skip_compare = (*item.parent.skip_compare, "stderr")
+        if item.path.parent.name == "solutions":  # they differ from the learners' notebooks in the exercises only
+            item.add_marker(pytest.mark.proof)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,8 +1,8 @@
 """The Makefile's main commands in plain Python, for machines without make.
 
     python make.py demo                           serve, load-test and compare the embedded model; a report in build/
-    python make.py test                           every test but the proofs, notebooks included
-    python make.py proofs                         the long tests: many more requests, ranks and shapes
+    python make.py test                           every test but the proofs, with the lessons
+    python make.py proofs                         the long tests: solved notebooks, types, many more requests and shapes
     python make.py lab                            JupyterLab on copies of the notebooks, in lab/
     python make.py lab --allow-root --ip 0.0.0.0  the same in a container: JupyterLab gets the options
     python make.py site                           the course as a site to read, in build/site
@@ -46,24 +46,25 @@ def setup(torch_index: str | None = None) -> list[Command]:
 
 
 def marked(marker: str) -> list[str]:
-    """pytest's arguments for the tests with a marker, and the files that have some."""
+    """The files that have tests with a marker."""
     uses = re.compile(rf"(pytest\.mark\.|tests\.){marker}")
     files = [path for path in ROOT.glob("tests/**/test_*.py") if uses.search(path.read_text("utf-8"))]
-    return [*sorted(path.relative_to(ROOT).as_posix() for path in files), "-m", marker]
+    return sorted(path.relative_to(ROOT).as_posix() for path in files)
 
 
 def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
     """What to run for a target, once the environment is there. more: JupyterLab's options."""
     build = [PYTHON, "-m", "minillm.course.build"]
     variables, pytest = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *IN_PARALLEL]
+    notebooks = ("--nbval", "--nbval-current-env")
     return {
         "setup": [],
         "demo": [({}, [*build, "demo"])],
         "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), "lab", "--notebook-dir", "lab", *more])],
         "site": [({}, [PYTHON, "tools/build_site.py"])],
         "notebooks": [({}, [*build, "notebooks"])],
-        "test": [(variables, [*pytest, "--nbval", "--nbval-current-env", "-m", "not proof"])],
-        "proofs": [(variables, [*pytest, *marked("proof")])],
+        "test": [(variables, [*pytest, *notebooks, "-m", "not proof"])],
+        "proofs": [(variables, [*pytest, *notebooks, *marked("proof"), "notebooks/solutions", "-m", "proof"])],
     }[name]
 
 

@@ -11,24 +11,24 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed here")
 ROOT = Path(__file__).parents[2]
-CAPABILITIES = ("80", "86", "89", "90")
+# Of the GPUs with the least shared memory, and of the newest; the others have as much as one of these or more.
+CAPABILITIES = ("89", "90", *(pytest.param(each, marks=pytest.mark.proof) for each in ("80", "86")))
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> list[dict]:
+@pytest.fixture(scope="module", params=CAPABILITIES)
+def compiled(request, tmp_path_factory) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # an empty cache forces compilation
-    script = [sys.executable, ROOT / "tools" / "compile_kernels.py", *CAPABILITIES]
+    script = [sys.executable, ROOT / "tools" / "compile_kernels.py", request.param]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {needs["capability"] for needs in found} == {int(request.param)}
+    return found
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_kernel_fits_into_shared_memory(capability, compiled):
-    mine = [needs for needs in compiled if needs["capability"] == int(capability)]
-    assert mine
-    too_large = [needs for needs in mine if needs["shared"] > needs["limit"]]
+def test_every_kernel_fits_into_shared_memory(compiled):
+    too_large = [needs for needs in compiled if needs["shared"] > needs["limit"]]
     assert not too_large
 
 
@@ -44,4 +44,4 @@ def test_every_kernel_is_compiled(compiled):
 def test_a_norm_adds_up_squares_in_one_order_whatever_it_writes(compiled):
     """A thread with other columns, for the sake of stores of codes, would exchange the row's sum in shared memory."""
     needs = [each for each in compiled if each["kernel"] == "add_rms_norm_kernel"]
-    assert len(needs) > len(CAPABILITIES) and len({(each["shared"], each["warps"]) for each in needs}) == 1
+    assert len(needs) > 1 and len({(each["shared"], each["warps"]) for each in needs}) == 1

@@ -14,8 +14,11 @@ from tests.project.makefile import ROOT, commands, pytest_arguments
 PARALLEL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
-def test_make_test_runs_every_test_but_the_proofs_and_every_notebook_in_parallel():
-    assert pytest_arguments("test") == [*PARALLEL, "--nbval", "--nbval-current-env", "-m", "not proof"], "no path: all"
+NOTEBOOKS = ["--nbval", "--nbval-current-env"]
+
+
+def test_make_test_runs_every_test_but_the_proofs_and_every_lesson_in_parallel():
+    assert pytest_arguments("test") == [*PARALLEL, *NOTEBOOKS, "-m", "not proof"], "no path: all"
 
 
 def test_make_check_is_format_lint_types_and_the_tests_with_a_marker():
@@ -26,8 +29,11 @@ def test_make_check_is_format_lint_types_and_the_tests_with_a_marker():
 @pytest.mark.parametrize(("target", "marker"), [("check", "key"), ("proofs", "proof")])
 def test_a_marker_selects_tests_and_only_the_files_that_have_some_are_collected(target, marker):
     *arguments, option, selected = pytest_arguments(target)
-    paths = arguments[len(PARALLEL) :]
     assert (arguments[: len(PARALLEL)], option) == (PARALLEL, "-m")
+    paths = arguments[len(PARALLEL) :]
+    if target == "proofs":  # the solved notebooks' cells are proofs
+        assert paths[:2] == NOTEBOOKS and paths.pop() == "notebooks/solutions"
+        paths = paths[2:]
     assert selected == {"key": "key and not proof", "proof": "proof"}[marker]
     uses = f"pytest.mark.{marker}", f"tests.{marker}"  # in another form, this file would be one of them
     texts = {path: path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")}

@@ -64,9 +64,12 @@ def runs(tmp_path_factory) -> dict[str, list[tuple[int, str, str]]]:
         notebook = copy.deepcopy(executed)
         change(notebook.cells)
         nbformat.write(notebook, folder / f"{change.__name__}.ipynb")
+    (folder / "solutions").mkdir()
+    nbformat.write(executed, folder / "solutions" / "solved.ipynb")
     shutil.copy(ROOT / "conftest.py", folder)
     command = [sys.executable, "-m", "pytest", *pytest_arguments("test"), "-n2", "-v", "-p", "no:cacheprovider"]
     done = subprocess.run([*command, "--rootdir", folder, folder], cwd=folder, capture_output=True, text=True)
+    assert "solved.ipynb" not in done.stdout, "a solved notebook is left to the proofs"
     found = {change.__name__: [] for change in CHANGES}
     line = r"\[(gw\d+)\] .*(PASSED|FAILED|SKIPPED) (\w+)\W+ipynb::Cell (\d)"
     for process, outcome, name, cell in re.findall(line, done.stdout):

@@ -14,7 +14,7 @@ import torch
 from minillm.config import EngineConfig, EngineOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-
+pytestmark = pytest.mark.proof  # `make check` runs mypy too
 
 PUBLIC = ("LLM", "AsyncLLM", "SamplingParams")
 WRONG = {

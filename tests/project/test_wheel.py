@@ -87,6 +87,7 @@ def urls(wheel: Path) -> list[str]:
         return email.message_from_bytes(packed.read(name)).get_all("Project-URL") or []
 
 
+@pytest.mark.proof
 def test_a_checkout_without_symbolic_links_builds_the_same_wheel(wheel, tmp_path):
     def files(path: Path) -> dict[str, int]:
         return {
