@@ -1,11 +1,12 @@
 """A listener may fail or end another request; all other listeners still learn how theirs ended."""
 
 import asyncio
+import threading
 
 import pytest
 
 from minillm import LLM, AsyncLLM, SamplingParams
-from tests.waiting import TIMEOUT, async_wait_until, paused_steps
+from tests.waiting import TIMEOUT, async_wait_until
 
 LONG = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True)
@@ -58,15 +59,17 @@ def test_a_failure_does_not_affect_a_finished_stream():
                 llm.engine.abort("ends")
                 streams._attempt(lambda: 1 / 0)
 
-            with paused_steps() as resume:
-                ended = asyncio.create_task(streams.generate([5] * 5, LONG, request_id="ends"))
-                endless = asyncio.create_task(streams.generate([6] * 5, ENDLESS))
-                await async_wait_until(lambda: len(llm.engine.tracked) == 2)
-                streams._tell(end_one_and_fail)
-                resume.set()
-                assert (await asyncio.wait_for(ended, TIMEOUT)).finish_reason == "abort"
-                with pytest.raises(ZeroDivisionError):
-                    await asyncio.wait_for(endless, TIMEOUT)
+            held, resume = threading.Event(), threading.Event()
+            streams._tell(lambda: held.set() or resume.wait(TIMEOUT))
+            await async_wait_until(held.is_set)  # the engine's thread takes up nothing else until then
+            ended = asyncio.create_task(streams.generate([5] * 5, LONG, request_id="ends"))
+            endless = asyncio.create_task(streams.generate([6] * 5, ENDLESS))
+            await async_wait_until(lambda: len(streams._commands) == 2)
+            streams._tell(end_one_and_fail)
+            resume.set()
+            assert (await asyncio.wait_for(ended, TIMEOUT)).finish_reason == "abort"
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.wait_for(endless, TIMEOUT)
             streams.close()
 
     asyncio.run(work())
