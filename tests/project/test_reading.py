@@ -1,12 +1,11 @@
 """docs/reading.md: every file and name in it exists, and the core that it lists stays small."""
 
 import ast
-import io
 import re
-import tokenize
 
 import pytest
 
+from tests.project.lines import code_lines
 from tests.project.makefile import ROOT
 
 PAGE = ROOT / "docs" / "reading.md"
@@ -50,21 +49,6 @@ def parsed(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"))
 
 
-def code_lines(path: str) -> int:
-    """Lines that are more than blank, comment or docstring."""
-    text = (ROOT / path).read_text(encoding="utf-8")
-    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in silent:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if documented and ast.get_docstring(node) is not None:
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
-
-
 def test_there_are_three_sittings():
     assert TEXT.count("<!-- core -->") == len(re.findall("^## Sitting", TEXT, re.MULTILINE)) == 3
     assert len(core()) == len({path for path, *_ in core()}) >= 20
@@ -95,7 +79,7 @@ def arguments(node: ast.AST) -> list[ast.arg]:
 
 def test_the_core_stays_small():
     """Move what a reader can do without to a file of its own, before a feature is added to these."""
-    lines = {path: code_lines(path) for path, *_ in core()}
+    lines = {path: code_lines(ROOT / path) for path, *_ in core()}
     assert sum(lines.values()) <= MOST_LINES, lines
     (stated,) = re.findall(r"core is (\d+) files and about ([\d,]+) lines", TEXT)
     assert int(stated[0]) == len(lines)
