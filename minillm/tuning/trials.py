@@ -21,7 +21,7 @@ from minillm.kernels.launch_configs import Problem
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.model.decoder import Layer
-from minillm.ops import reference
+from minillm.ops import Rows, reference
 from minillm.runner.plan import PlanTraffic
 from minillm.runner.runner import Runner
 
@@ -155,7 +155,9 @@ def decode_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, width: 
         q, layer, cache, table = inputs[0]
         few = torch.tensor(sorted({0, rows // 3, rows // 2, rows - 1}), device=runner.state.device)
         held, compact = _gathered(cache, table[few])
-        wanted = reference.decode_attention(q[few].double(), held, compact, lengths[few], layer.attention)
+        wanted = reference.decode_attention(
+            q[few].double(), held, Rows.decoding(compact, lengths[few]), layer.attention
+        )
         return relative_error(result[few], wanted)
 
     def tiles(best: Launch) -> list[Launch]:
@@ -172,7 +174,7 @@ def decode_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, width: 
         return [best._replace(splits=each) for each in powers(best.splits, 1, max(sizes["longest"] // 16, 1), 2)]
 
     calls = [
-        partial(paged_attention.decode_attention, q, cache, table, lengths, layer.attention)
+        partial(paged_attention.decode_attention, q, cache, Rows.decoding(table, lengths), layer.attention)
         for q, layer, cache, table in inputs
     ]
     return Trial(calls, error, [tiles, splits], TOLERANCE[dtype])
@@ -204,6 +206,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget
         for _ in pairs
     ]
     table = _random_table(runner, rows, -(-tokens // runner.state.block_size))
+    whole = Rows(table, lengths, starts, tokens)
 
     def error(result: Tensor) -> float:
         """Compare the first queries of the first row and the last queries of the last row."""
@@ -211,7 +214,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget
         held, compact = _gathered(cache, table[[0, -1]])
         q = torch.cat([queries[0][:few], queries[0][-few:]]).double()
         seen, ends = torch.tensor([few, tokens]).to(table), torch.tensor([0, few, 2 * few])
-        wanted = reference.prefill_attention(q, held, compact, seen, ends, few, layer.attention)
+        wanted = reference.prefill_attention(q, held, Rows(compact, seen, ends, few), layer.attention)
         return relative_error(torch.cat([result[:few], result[-few:]]), wanted)
 
     def tiles(best: Launch) -> list[Launch]:
@@ -225,7 +228,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget
         return [best._replace(rows=r, keys=k, warps=w, stages=s) for r, k, w, s in choices]
 
     calls = [
-        partial(paged_attention.prefill_attention, q, cache, table, lengths, starts, tokens, layer.attention)
+        partial(paged_attention.prefill_attention, q, cache, whole, layer.attention)
         for q, (layer, cache) in zip(queries, pairs, strict=True)
     ]
     return Trial(calls, error, [tiles], TOLERANCE[dtype])
