@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from minillm.config import Traffic
 from minillm.engine.llm import LLM
 from minillm.kernels import launch_configs
 from minillm.request import SamplingParams
 from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.decode_graphs import DecodeGraphs
 from minillm.runner.executor import LocalExecutor
-from minillm.runner.plan import Plan, PlanTraffic
+from minillm.runner.plan import Plan
 from minillm.runner.runner import Runner
 
 from . import trials
@@ -78,7 +79,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
 
 
 def decode_steps(
-    runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic
+    runner: Runner, graphs: DecodeGraphs, traffic: Traffic
 ) -> tuple[dict[DecodeShape, float], dict[DecodeShape, Asked]]:
     """For each decode step of the traffic, its seconds with default launches, and the problems its kernels look up."""
     block = runner.state.block_size
@@ -94,7 +95,7 @@ def decode_steps(
     return seconds, asked_by
 
 
-def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic, shape: DecodeShape) -> float:
+def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: DecodeShape) -> float:
     """Seconds of one decode step whose rows are halfway through their outputs, captured with the current launches."""
     state, (size, width) = runner.state, shape
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
@@ -108,7 +109,7 @@ def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic, sha
     return statistics.median(trials.replay_seconds(captured, REPLAYS))
 
 
-def tune_decode(runner: Runner, traffic: PlanTraffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.TuningResult]:
+def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.TuningResult]:
     """Tune tile and splits for the largest step; the others keep its tile and tune only their splits."""
     found: list[trials.TuningResult] = []
     tile: trials.Launch | None = None
@@ -127,7 +128,7 @@ def tune_products(runner: Runner, asked_by: dict[DecodeShape, Asked]) -> list[tr
     return [report(trials.tune(each, own, trials.product_trial(each, runner))) for each, own in products.items()]
 
 
-def tune_prefill(runner: Runner, traffic: PlanTraffic, asked: Asked, budget: int) -> list[trials.TuningResult]:
+def tune_prefill(runner: Runner, traffic: Traffic, asked: Asked, budget: int) -> list[trials.TuningResult]:
     """Tune the problems that steps of whole prompts look up; those of shorter chunks keep the default."""
     found = []
     for problem, default in asked.items():
@@ -142,7 +143,7 @@ def tune_prefill(runner: Runner, traffic: PlanTraffic, asked: Asked, budget: int
 
 def kept(
     runner: Runner,
-    traffic: PlanTraffic,
+    traffic: Traffic,
     steps: dict[DecodeShape, float],
     asked_by: dict[DecodeShape, Asked],
     chosen: list[trials.TuningResult],
@@ -203,7 +204,7 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
     return {each: requests * traffic.input_len / statistics.median(times[1:]) for each, times in seconds.items()}, asked
 
 
-def begin_seconds(llm: LLM, traffic: PlanTraffic, requests: int, seed: int) -> float:
+def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float:
     """Seconds to compute `requests` new prompts and the first few tokens of each output."""
     ids = np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (requests, traffic.input_len))
     params = SamplingParams(max_tokens=min(traffic.output_len, 8), temperature=1.0, ignore_eos=True)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.config import Traffic
 from minillm.kernels import launch_configs, paged_attention, single_row
 from minillm.kernels.launch_configs import Problem
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.model.decoder import Layer
 from minillm.ops import Rows, reference
-from minillm.runner.plan import PlanTraffic
 from minillm.runner.runner import Runner
 
 MARGIN = 0.02  # a launch must be this much faster than the kernel's default to replace it
@@ -136,7 +136,7 @@ def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
 # ---- decode attention
 
 
-def decode_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, width: int, tile: Launch | None) -> Trial:
+def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int, tile: Launch | None) -> Trial:
     """Rows at random places in their outputs, on the engine's cache. tile: a launch whose tile to use, or None."""
     (sizes, dtype), shape = _sizes(problem), runner.model.config
     rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.state.block_size
@@ -193,7 +193,7 @@ def _decode_inputs(
 PREFILL = ("prefill_attention", "gathered_attention")  # of keys in blocks, and without gaps
 
 
-def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget: int) -> Trial:
+def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: int) -> Trial:
     """As many whole prompts as fit in a step, on the engine's cache."""
     (_, dtype), shape = _sizes(problem), runner.model.config
     tokens = min(traffic.input_len, budget)

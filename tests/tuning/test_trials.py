@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from minillm import LLM
+from minillm.config import Traffic
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner.cuda_graph import DecodeShape
-from minillm.runner.plan import Plan, PlanTraffic
+from minillm.runner.plan import Plan
 from tests import models
 from tests.emulated_graphs import emulated_graphs
 
@@ -17,7 +18,7 @@ from minillm.kernels import launch_configs, paged_attention, single_row  # noqa:
 from minillm.tuning import planning  # noqa: E402  needs triton
 
 TINY = read_config(EMBEDDED)
-TRAFFIC = PlanTraffic(20, 10, 3)
+TRAFFIC = Traffic(3, 20, 10)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and this engine is not")
 
 
@@ -76,7 +77,7 @@ def test_prefill_is_tuned_as_whole_prompts_run_it(tokens, kernel, runner, monkey
         launch_configs.problem(name, dim=64, dtype="float32", group=4): default
         for name in ("decode_attention", "prefill_attention", "gathered_attention")
     }
-    (found,) = planning.tune_prefill(runner, PlanTraffic(tokens, 10, 1), asked, budget=64)
+    (found,) = planning.tune_prefill(runner, Traffic(1, tokens, 10), asked, budget=64)
     assert found.problem.kernel == kernel and found.tried > 1 and not found.refused
 
 
@@ -189,7 +190,7 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
         runner = llm.engine.executor.runner
         graphs = runner.graphs.decodes
         graphs.capture(DecodeShape(1, 16)), graphs.capture(DecodeShape(2, 16))  # as trials of a budget do
-        steps, asked = planning.decode_steps(runner, graphs, PlanTraffic(20, 10, 2))
+        steps, asked = planning.decode_steps(runner, graphs, Traffic(2, 20, 10))
         assert {shape.rows for shape in steps} == {1, 2}
         product = next(problem for problem in asked[(1, 16)] if problem.kernel == "whole_rows")
         record = graphs.captured.record
@@ -201,12 +202,12 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
         monkeypatch.setattr(graphs.captured, "record", recorded)
         default = asked[(1, 16)][product]
         found = trials.TuningResult(product, default, default._replace(warps=8))
-        planning.kept(runner, PlanTraffic(20, 10, 2), steps, asked, [found])
+        planning.kept(runner, Traffic(2, 20, 10), steps, asked, [found])
     assert tables == [{product: found.launch._asdict()}], "only the single row's step looks this product up"
 
 
 def test_every_token_budget_is_measured_on_the_traffic_with_new_prompts(monkeypatch):
-    traffic = PlanTraffic(600, 20, 10)
+    traffic = Traffic(10, 600, 20)
     monkeypatch.setattr(planning, "BUDGETS", (1024, 2048, 8192, 32768))
     seen, ids = [], []
 
@@ -232,7 +233,7 @@ def test_the_round_that_warms_up_counts_for_no_budget(monkeypatch):
     seconds = (100.0, 1.0, 3.0)
     monkeypatch.setattr(planning, "begin_seconds", lambda llm, traffic, requests, seed: seconds[seed])
     llm = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace()))
-    plan = Plan.made_here(TINY, PlanTraffic(600, 20, 10), {"max_num_batched_tokens": 4096}, "cpu")
+    plan = Plan.made_here(TINY, Traffic(10, 600, 20), {"max_num_batched_tokens": 4096}, "cpu")
     rates, _ = planning.budget_rates(llm, plan)
     assert len(rates) > 1 and set(rates.values()) == {10 * 600 / 2.0}
     limited = Plan.made_here(TINY, plan.traffic, plan.options | {"max_prefill_tokens": 512}, "cpu")
