@@ -219,17 +219,17 @@ def sweep():
 
     Prefill reads keys where they are in the cache; "gathered" gathers them first, which is part of the time.
     """
-    launch = paged_attention.Launch
-    choose_launch, choose_splits = paged_attention.decode_launch, paged_attention.decode_splits
+    config = paged_attention.AttentionConfig
+    choose_config, choose_splits = paged_attention.decode_config, paged_attention.decode_splits
     calls = {rows: calls_over(attend(kernels.decode_attention), *decode_inputs(rows)) for rows in KEYS}
     for keys, warps, stages in [
         (16, 2, 4), (16, 4, 4), (32, 2, 3), (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 4, 3),
         (64, 4, 4), (64, 8, 2), (64, 8, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3),
     ]:  # fmt: skip
         # The last two arguments are the splits and the device.
-        paged_attention.decode_launch = lambda *given, each=(keys, warps, stages): launch(16, *each, given[-2])
+        paged_attention.decode_config = lambda *given, each=(keys, warps, stages): config(16, *each, given[-2])
         swept("decode", (keys, warps, stages), calls)
-    paged_attention.decode_launch = choose_launch
+    paged_attention.decode_config = choose_config
     for splits in (1, 2, 4, 8, 16):
         paged_attention.decode_splits = always(splits)
         swept("decode splits", splits, calls)
@@ -238,14 +238,14 @@ def sweep():
     for name, lengths in PREFILL.items():
         make, nbytes, _ = prefill_inputs(lengths)
         calls[name] = calls_over(attend(kernels.prefill_attention), make, nbytes)
-    launches = [
+    configs = [
         (32, 64, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2),
         (128, 32, 8, 3), (128, 64, 8, 1), (128, 64, 8, 2), (128, 128, 8, 1),
     ]  # fmt: skip
     for name, gathers in (("prefill", False), ("gathered", True)):
         paged_attention.gathers = always(gathers)
-        for chosen in launches:
-            paged_attention.prefill_launch = paged_attention.gathered_launch = always(launch(*chosen))
+        for chosen in configs:
+            paged_attention.prefill_config = paged_attention.gathered_config = always(config(*chosen))
             swept(name, chosen, calls)
 
 

@@ -92,10 +92,10 @@ def test_a_single_row_product_uses_the_tuned_launch(columns, kernel, measured, l
 
 
 def test_a_launch_table_applies_only_to_its_block_thread_and_problem():
-    default = single_row.LongLaunch(8, 1024, 8)
+    default = single_row.LongRowsConfig(8, 1024, 8)
     table = {launch_configs.problem("long_rows", rows=1): {"tile": 4, "width": 512, "warps": 2}}
     with launch_configs.using(table):
-        assert launch_configs.tuned("long_rows", default, rows=1) == single_row.LongLaunch(4, 512, 2)
+        assert launch_configs.tuned("long_rows", default, rows=1) == single_row.LongRowsConfig(4, 512, 2)
         assert launch_configs.tuned("long_rows", default, rows=2) is default
         elsewhere = []
         thread = threading.Thread(target=lambda: elsewhere.append(launch_configs.tuned("long_rows", default, rows=1)))

@@ -121,8 +121,10 @@ def test_a_plans_launches_are_the_ones_the_kernels_use():
     (key,) = made(launches=[DECODE]).table()
     assert key == launch_configs.problem("decode_attention", **DECODE["sizes"])
     with launch_configs.using(made(launches=[DECODE]).table()):
-        chosen = launch_configs.tuned("decode_attention", paged_attention.Launch(16, 16, 4, 2), **DECODE["sizes"])
-    assert chosen == paged_attention.Launch(**DECODE["launch"])
+        chosen = launch_configs.tuned(
+            "decode_attention", paged_attention.AttentionConfig(16, 16, 4, 2), **DECODE["sizes"]
+        )
+    assert chosen == paged_attention.AttentionConfig(**DECODE["launch"])
     for wrong in ({"kernel": "rms_norm"}, {"launch": {"tile": 4}}):
         with pytest.raises(ConfigError, match="no kernel has a launch"):
             made(launches=[DECODE | wrong]).table()

@@ -35,7 +35,7 @@ def runner():
 
 def decode_problem():
     sizes = {"dim": 64, "dtype": "float32", "rows": 16, "programs": 3, "longest": 32}
-    return launch_configs.problem("decode_attention", **sizes), paged_attention.Launch(16, 16, 4, 2, 1)
+    return launch_configs.problem("decode_attention", **sizes), paged_attention.AttentionConfig(16, 16, 4, 2, 1)
 
 
 def product_problem(rows, columns, gated):
@@ -45,7 +45,7 @@ def product_problem(rows, columns, gated):
 
 def prefill_problem():
     problem = launch_configs.problem("prefill_attention", dim=64, dtype="float32", group=4)
-    return problem, paged_attention.Launch(32, 32, 4, 1)
+    return problem, paged_attention.AttentionConfig(32, 32, 4, 1)
 
 
 def every_trial(runner):
@@ -72,7 +72,7 @@ def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(run
 @pytest.mark.parametrize("tokens, kernel", [(16, "prefill_attention"), (64, "gathered_attention")])
 def test_prefill_is_tuned_as_whole_prompts_run_it(tokens, kernel, runner, monkeypatch):
     monkeypatch.setattr(trials, "graph_seconds", lambda calls: 1.0)
-    default = paged_attention.Launch(32, 32, 4, 1)
+    default = paged_attention.AttentionConfig(32, 32, 4, 1)
     asked = {
         launch_configs.problem(name, dim=64, dtype="float32", group=4): default
         for name in ("decode_attention", "prefill_attention", "gathered_attention")
@@ -100,7 +100,7 @@ def test_the_fastest_launch_is_found_round_by_round(runner):
     trial = trials.decode_trial(problem, runner, TRAFFIC, 2, None)
     clock = by_launch([({"warps": 8, "stages": 2, "splits": 2}, 0.4), ({"warps": 8, "stages": 2}, 0.7)])
     found = trials.tune(problem, default, trial, clock)
-    assert found.launch == default._replace(warps=8, splits=2, keys=found.launch.keys)
+    assert found.config == default._replace(warps=8, splits=2, keys=found.config.keys)
     assert (found.default_seconds, found.seconds, found.refused) == (1.0, 0.4, {})
 
 
@@ -109,7 +109,7 @@ def test_the_fastest_launch_is_found_round_by_round(runner):
 def test_a_launch_that_is_barely_faster_changes_nothing(runner):
     problem, default = product_problem(384, 256, 0)
     found = trials.tune(problem, default, trials.product_trial(problem, runner), by_launch([({"warps": 4}, 0.99)]))
-    assert found.launch == default and found.seconds == found.default_seconds
+    assert found.config == default and found.seconds == found.default_seconds
 
 
 @interpreted
@@ -126,7 +126,7 @@ def test_a_launch_that_was_fast_only_once_changes_nothing(runner):
         return 0.4 if len(runs) == 1 else 1.0
 
     found = trials.tune(problem, default, trials.decode_trial(problem, runner, TRAFFIC, 2, None), clock)
-    assert found.launch == default and len(runs) > 1
+    assert found.config == default and len(runs) > 1
 
 
 @interpreted
@@ -154,7 +154,7 @@ def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, mo
     seen = []
     trial = trials.product_trial(problem, runner)
     found = trials.tune(problem, default, trial, by_launch([(bad, 0.1), ({"tile": 8}, 0.5)], seen))
-    assert found.launch.tile == 8 and found.launch.warps != 4
+    assert found.config.tile == 8 and found.config.warps != 4
     assert seen and not any(bad.items() <= launch.items() for launch in seen)
     (why,) = {why for launch, why in found.refused.items()}
     assert ("shared memory" if fault == "too large" else "relative error") in why
@@ -162,7 +162,7 @@ def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, mo
 
 def test_a_launch_that_writes_nothing_does_not_pass_with_the_previous_result():
     memory, right = torch.zeros(8), torch.arange(8.0)
-    problem, default = launch_configs.problem("long_rows", rows=8), single_row.LongLaunch(8, 1024, 8)
+    problem, default = launch_configs.problem("long_rows", rows=8), single_row.LongRowsConfig(8, 1024, 8)
 
     def call():
         return memory if launch_configs.tuned("long_rows", default, rows=8).tile == 1 else memory.copy_(right)
@@ -171,13 +171,13 @@ def test_a_launch_that_writes_nothing_does_not_pass_with_the_previous_result():
         [call], lambda result: trials.relative_error(result, right), [lambda best: [best._replace(tile=1)]], 1e-4
     )
     found = trials.tune(problem, default, trial, by_launch([({"tile": 1}, 0.1)]))
-    assert found.launch == default and list(found.refused.values()) == ["relative error nan"]
+    assert found.config == default and list(found.refused.values()) == ["relative error nan"]
 
 
 def test_a_kernel_whose_default_launch_fails_is_an_error():
     problem, default = product_problem(4, 4, 0)
     trial = trials.Trial([lambda: torch.ones(1)], lambda result: 1.0, [], 1e-4)
-    with pytest.raises(RuntimeError, match="whole_rows's default launch .* fails: relative error"):
+    with pytest.raises(RuntimeError, match="whole_rows's default configuration .* fails: relative error"):
         trials.tune(problem, default, trial, lambda calls: 1.0)
 
 
@@ -203,7 +203,7 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
         default = asked[(1, 16)][product]
         found = trials.TuningResult(product, default, default._replace(warps=8))
         planning.kept(runner, Traffic(2, 20, 10), steps, asked, [found])
-    assert tables == [{product: found.launch._asdict()}], "only the single row's step looks this product up"
+    assert tables == [{product: found.config._asdict()}], "only the single row's step looks this product up"
 
 
 def test_every_token_budget_is_measured_on_the_traffic_with_new_prompts(monkeypatch):
