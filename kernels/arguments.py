@@ -17,6 +17,30 @@ class Cache(Protocol):
     v_scale: torch.Tensor | None
 
 
+class RowArguments(Protocol):
+    """The rows whose queries attend, and where their keys are. Decode attention reads the first two alone."""
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        """[rows, blocks] int32: each row's blocks in order."""
+        ...
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[rows] int32: the keys that a row's last query sees, its own included."""
+        ...
+
+    @property
+    def query_start(self) -> torch.Tensor:
+        """[rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]."""
+        ...
+
+    @property
+    def max_queries(self) -> int:
+        """Upper bound of a row's queries."""
+        ...
+
+
 class AttentionArguments(Protocol):
     """How a layer's attention differs from plain attention. An option that it does not use is None."""
 

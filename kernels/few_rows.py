@@ -169,7 +169,7 @@ def dequantize_kernel(
     tl.store(out_ptr + row * COLUMNS + columns, (code * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-class Launch(NamedTuple):
+class FewRowsConfig(NamedTuple):
     """A launch configuration of `few_rows_kernel`."""
 
     piece: int  # inputs at a time
@@ -177,14 +177,14 @@ class Launch(NamedTuple):
     tile: int = TILE  # matrix rows of a program
 
 
-def default_launch(rows: int, columns: int, group: int, tokens: int, processors: int) -> Launch:
+def default_config(rows: int, columns: int, group: int, tokens: int, processors: int) -> FewRowsConfig:
     """Pieces within a group; and splits for up to four programs a processor, fewer if more rows of x are added up."""
     piece = min(128, group & -group)
     tiles, most = triton.cdiv(rows, TILE), 4 * processors * 16 // max(16, triton.next_power_of_2(tokens))
     splits = 1
     while 2 * splits * tiles <= most and 2 * splits * 2 * piece <= columns:
         splits *= 2
-    return Launch(piece, splits)
+    return FewRowsConfig(piece, splits)
 
 
 def takes(matrix: CodeMatrix) -> bool:
@@ -207,13 +207,13 @@ def product(x: torch.Tensor, matrix: CodeMatrix, x_scales: torch.Tensor | None =
         raise ValueError(f"x has {tokens} rows; this kernel takes 1 to {MOST_ROWS}: dequantize the matrix for more")
     out = torch.empty((tokens, rows), dtype=torch.bfloat16, device=x.device)
     group = 128 if matrix.bits == 8 else matrix.group
-    launch = default_launch(rows, columns, group, tokens, processors(x.device))
-    parts = torch.empty((launch.splits, tokens, rows), device=x.device) if launch.splits > 1 else None
-    few_rows_kernel[(triton.cdiv(rows, launch.tile), launch.splits)](
+    config = default_config(rows, columns, group, tokens, processors(x.device))
+    parts = torch.empty((config.splits, tokens, rows), device=x.device) if config.splits > 1 else None
+    few_rows_kernel[(triton.cdiv(rows, config.tile), config.splits)](
         x, x_scales, weight, matrix.scales, matrix.zeros, out, parts, finished(x.device),
         rows, tokens,
         COLUMNS=columns, BITS=matrix.bits, GROUP=group, ZEROS=matrix.zeros is not None, CODES=x_scales is not None,
-        TILE=launch.tile, X_ROWS=max(16, triton.next_power_of_2(tokens)), PIECE=launch.piece, SPLITS=launch.splits,
+        TILE=config.tile, X_ROWS=max(16, triton.next_power_of_2(tokens)), PIECE=config.piece, SPLITS=config.splits,
         COMPILED=is_compiled(x), num_warps=4,
     )  # fmt: skip
     return out

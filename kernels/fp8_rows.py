@@ -214,19 +214,19 @@ def product(
     total = torch.empty_like(x) if residual is not None else None
     dependent = dependent_launch(x.device)
     quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
-    launch = default_launch(rows, quads, bool(activation), processors(x.device))
+    config = default_config(rows, quads, bool(activation), processors(x.device))
     if not is_compiled(x):
-        launch = RowsConfig(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
-    fp8_rows_kernel[(launch.programs,)](
+        config = RowsConfig(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
+    fp8_rows_kernel[(config.programs,)](
         x, residual, total, norm, matrix.words, matrix.scales, matrix.input_scale, out, eps, rows,
-        COLUMNS=columns, QUADS=quads, TILE=launch.tile, NORM=norm is not None, ADD=residual is not None,
+        COLUMNS=columns, QUADS=quads, TILE=config.tile, NORM=norm is not None, ADD=residual is not None,
         GATED=activation is not None, GELU=activation == "gelu_tanh", ROUND=matrix.rounded_inputs,
-        COMPILED=is_compiled(x), num_warps=launch.warps, **dependent,
+        COMPILED=is_compiled(x), num_warps=config.warps, **dependent,
     )  # fmt: skip
     return out, total
 
 
-def default_launch(rows: int, quads: int, gated: bool, processors: int) -> RowsConfig:
+def default_config(rows: int, quads: int, gated: bool, processors: int) -> RowsConfig:
     """The fastest of those measured on an H200 at Gemma 2B's shapes, in a whole decode step."""
     if quads > 256:  # long rows: large programs, so that few of them read the inputs
         per = 2 if quads <= 512 else 1

@@ -274,24 +274,24 @@ def product(
     total = torch.empty_like(x) if residual is not None else None
     dependent = dependent_launch(x.device)
     quads = triton.next_power_of_2(triton.cdiv(matrix.words.shape[1], 4))
-    launch = default_launch(rows, quads, bits, bool(activation), processors(x.device))
+    config = default_config(rows, quads, bits, bool(activation), processors(x.device))
     if not is_compiled(x):
-        launch = RowsConfig(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
+        config = RowsConfig(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
     digits = 1 if matrix.rounded_inputs else 3 if x.dtype == torch.float32 else 2
-    integer_rows_kernel[(launch.programs,)](
+    integer_rows_kernel[(config.programs,)](
         x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, matrix.input_scale, out, eps, rows,
-        COLUMNS=columns, BITS=bits, QUADS=quads, GROUPS=1 if bits == 8 else matrix.scales.shape[1], TILE=launch.tile,
+        COLUMNS=columns, BITS=bits, QUADS=quads, GROUPS=1 if bits == 8 else matrix.scales.shape[1], TILE=config.tile,
         NORM=norm is not None, ADD=residual is not None, GATED=activation is not None,
         GELU=activation == "gelu_tanh", ZEROS=matrix.zeros is not None, DIGITS=digits,
-        COMPILED=is_compiled(x), num_warps=launch.warps, **dependent,
+        COMPILED=is_compiled(x), num_warps=config.warps, **dependent,
     )  # fmt: skip
     return out, total
 
 
-def default_launch(rows: int, quads: int, bits: int, gated: bool, processors: int) -> RowsConfig:
+def default_config(rows: int, quads: int, bits: int, gated: bool, processors: int) -> RowsConfig:
     """The fastest of those measured on an H200 at Gemma 2B's shapes, in a whole decode step.
 
-    Launches are chosen together: a kernel that leaves registers free lets the next one start and load early.
+    Configurations are chosen together: a kernel that leaves registers free lets the next one start and load early.
     """
     if quads > 256:  # long rows: large programs, so that few of them read the inputs
         per = 2 if quads <= 512 else 1

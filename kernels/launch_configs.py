@@ -2,7 +2,7 @@
 
 Before it launches, a kernel looks up its configuration by its name and the sizes of its problem:
 
-    launch = tuned("prefill_attention", prefill_launch(...), dim=256, dtype="bfloat16", group=8)
+    config = tuned("prefill_attention", prefill_config(...), dim=256, dtype="bfloat16", group=8)
 
 The second argument is the heuristic's choice, a NamedTuple; a measured configuration has the same fields. A kernel's
 module registers that type on import, so plans and the tuner need no list of kernels. A table of measured configurations
@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-Launch = TypeVar("Launch", bound=tuple)
+Config = TypeVar("Config", bound=tuple)
 
 
 class Problem(NamedTuple):
@@ -64,7 +64,7 @@ def problem(kernel: str, **sizes: int | str) -> Problem:
     return Problem(kernel, tuple(sorted(sizes.items())))
 
 
-def tuned(kernel: str, default: Launch, **sizes: int | str) -> Launch:
+def tuned(kernel: str, default: Config, **sizes: int | str) -> Config:
     """The measured launch configuration of this problem, if there is one, else `default`.  Lesson 11."""
     if not _thread.table and _thread.asked is None:
         return default

@@ -97,7 +97,7 @@ def _norm(
     dim = x.shape[-1]
     rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, dim)  # the heads of a token may have any stride
     if x.numel():
-        tile, warps = _launch(dim)
+        tile, warps = _config(dim)
         rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
             rows, weight, out, scales, static, rows.stride(0), rows.stride(1), eps,
             HEADS=rows.shape[1], DIM=dim, TILE=tile, num_warps=warps,
@@ -112,7 +112,7 @@ def _add_norm(
     rows, residual_rows = x.reshape(-1, dim), residual.reshape(-1, dim)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
-        tile, warps = _launch(dim)
+        tile, warps = _config(dim)
         add_rms_norm_kernel[(rows.shape[0],)](
             rows, residual_rows, weight, out, scales, static, total, rows.stride(0), residual_rows.stride(0), eps,
             DIM=dim, TILE=tile, num_warps=warps,
@@ -120,7 +120,7 @@ def _add_norm(
     return total
 
 
-def _launch(dim: int) -> tuple[int, int]:
+def _config(dim: int) -> tuple[int, int]:
     """The row padded to a power of two, and enough warps for about 16 elements per thread."""
     tile = triton.next_power_of_2(dim)
     return tile, min(max(tile // 512, 1), 16)

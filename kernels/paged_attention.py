@@ -45,7 +45,7 @@ import triton
 import triton.language as tl
 
 from . import launch_configs
-from .arguments import AttentionArguments, Cache, check_strides
+from .arguments import AttentionArguments, Cache, RowArguments, check_strides
 from .cache_codes import of_words, product_type, stored, to_numbers
 from .gathered_keys import gather, gathers
 
@@ -249,67 +249,56 @@ def prefill_kernel(
     tl.store(out_ptr + at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
-def decode_attention(
-    q: torch.Tensor, cache: Cache, block_table: torch.Tensor, lengths: torch.Tensor, options: AttentionArguments
-) -> torch.Tensor:
+def decode_attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options: AttentionArguments) -> torch.Tensor:
     """q [rows, queries, heads, d] -> like q: each row's newest queries attend to its cached keys.  Lesson 04.
 
-    block_table [rows, blocks] int32; lengths [rows] int32: the keys that a row's last query sees, its own included.
-    Query i of n is at position lengths - n + i. A row of length 0 gives zeros. Raises ValueError unless d is a power of
-    two from 16 to 256 and K and V have equal strides.
+    Query i of n is at position length - n + i of its row. A row of length 0 gives zeros. Raises ValueError unless d is
+    a power of two from 16 to 256 and K and V have equal strides.
     """
-    rows, queries, heads, dim = q.shape
+    count, queries, heads, dim = q.shape
     block_size, kv_heads = _checked_cache(cache, dim)
-    window, rotary = options.window, options.rotary
+    window, rotary, table = options.window, options.rotary, rows.block_table
     q = q.contiguous()
     out = torch.empty_like(q)
-    if not rows:
+    if not count:
         return out
     group = heads // kv_heads
     device = _device(q.device)
     packed = max(16, triton.next_power_of_2(queries * group))
-    longest = block_table.shape[1] * block_size
+    longest = table.shape[1] * block_size
     longest = min(longest, window + queries - 1) if window else longest
-    splits = decode_splits(rows * kv_heads, longest, device)
-    launch = launch_configs.tuned(
+    splits = decode_splits(count * kv_heads, longest, device)
+    config = launch_configs.tuned(
         "decode_attention",
-        decode_launch(
-            dim, q.element_size(), cache.k.element_size(), packed, longest, rows * kv_heads, splits, device
+        decode_config(
+            dim, q.element_size(), cache.k.element_size(), packed, longest, count * kv_heads, splits, device
         ),
-        dim=dim, rows=packed, programs=rows * kv_heads, longest=longest, **_dtypes(q, cache),
+        dim=dim, rows=packed, programs=count * kv_heads, longest=longest, **_dtypes(q, cache),
     )  # fmt: skip
     k, v = stored(cache)
-    splits, parts, log_total = launch.splits, out, out
+    splits, parts, log_total = config.splits, out, out
     if splits > 1:
-        parts = torch.empty((rows, queries, heads, splits, dim), dtype=torch.float32, device=q.device)
-        log_total = torch.empty((rows, queries, heads, splits), dtype=torch.float32, device=q.device)
+        parts = torch.empty((count, queries, heads, splits, dim), dtype=torch.float32, device=q.device)
+        log_total = torch.empty((count, queries, heads, splits), dtype=torch.float32, device=q.device)
     if cache.v_scale is not None:
         v = v.view(torch.int32)  # see `of_words`
-    decode_kernel[(rows, kv_heads, splits)](
-        q, k, v, cache.k_scale, cache.v_scale, block_table, lengths, parts, log_total, rotary, options.scale,
-        block_table.stride(0), *k.stride()[:3],
-        QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
+    decode_kernel[(count, kv_heads, splits)](
+        q, k, v, cache.k_scale, cache.v_scale, table, rows.lengths, parts, log_total, rotary, options.scale,
+        table.stride(0), *k.stride()[:3],
+        QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=config.keys, DIM=dim, BLOCK_SIZE=block_size,
         WINDOW=window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=product_type(q.dtype, cache.k_scale is not None),
-        num_warps=launch.warps, num_stages=1 if rotary is not None else launch.stages,
+        num_warps=config.warps, num_stages=1 if rotary is not None else config.stages,
     )  # fmt: skip
     if splits > 1:
-        combine_kernel[(rows * queries * heads,)](parts, log_total, out, SPLITS=splits, DIM=dim, num_warps=2)
+        combine_kernel[(count * queries * heads,)](parts, log_total, out, SPLITS=splits, DIM=dim, num_warps=2)
     return out
 
 
-def prefill_attention(
-    q: torch.Tensor,
-    cache: Cache,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor,
-    max_queries: int,
-    options: AttentionArguments,
-) -> torch.Tensor:
+def prefill_attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options: AttentionArguments) -> torch.Tensor:
     """q [tokens, heads, d] -> like q: rows with any number of queries, packed one after the other.  Lesson 04.
 
-    Row r's queries are q[query_start[r] : query_start[r + 1]], at most `max_queries`, at the last of its `lengths[r]`
-    positions. Its keys, including those of earlier chunks, are read from the cache. Otherwise as `decode_attention`.
+    A row's queries are at the last of its positions. Its keys, including those of earlier chunks, are read from the
+    cache. Otherwise as `decode_attention`.
     """
     tokens, heads, dim = q.shape
     block_size, kv_heads = _checked_cache(cache, dim)
@@ -318,28 +307,28 @@ def prefill_attention(
     if not tokens:
         return out
     group = heads // kv_heads
-    rows, width = block_table.shape
+    count, width = rows.block_table.shape
     device = _device(q.device)
-    default = prefill_launch(dim, q.element_size(), device)
-    tiles = triton.cdiv(max_queries * group, default.rows)
-    if options.rotary is None and gathers(tiles, rows * width * block_size * kv_heads, tokens * heads):
-        default = gathered_launch(dim, q.element_size(), tiles * rows * kv_heads, device)
-        launch = launch_configs.tuned("gathered_attention", default, dim=dim, group=group, **_dtypes(q))
-        k, v = gather(cache, block_table, lengths, q.dtype, launch.keys)
-        room = k.shape[0] // rows
+    default = prefill_config(dim, q.element_size(), device)
+    tiles = triton.cdiv(rows.max_queries * group, default.rows)
+    if options.rotary is None and gathers(tiles, count * width * block_size * kv_heads, tokens * heads):
+        default = gathered_config(dim, q.element_size(), tiles * count * kv_heads, device)
+        config = launch_configs.tuned("gathered_attention", default, dim=dim, group=group, **_dtypes(q))
+        k, v = gather(cache, rows.block_table, rows.lengths, q.dtype, config.keys)
+        room = k.shape[0] // count
         k_scale = v_scale = table = None
         product = product_type(q.dtype)
     else:
-        launch = launch_configs.tuned("prefill_attention", default, dim=dim, group=group, **_dtypes(q, cache))
+        config = launch_configs.tuned("prefill_attention", default, dim=dim, group=group, **_dtypes(q, cache))
         (k, v), room = stored(cache), 0
-        k_scale, v_scale, table = cache.k_scale, cache.v_scale, block_table
+        k_scale, v_scale, table = cache.k_scale, cache.v_scale, rows.block_table
         product = product_type(q.dtype, k_scale is not None)
-    prefill_kernel[(triton.cdiv(max_queries * group, launch.rows), kv_heads, rows)](
-        q, k, v, k_scale, v_scale, table, lengths, query_start, out, options.rotary, options.scale,
-        block_table.stride(0), *cache.k.stride()[:3], room,
-        GROUP=group, ROWS=launch.rows, KEYS=launch.keys, DIM=dim, BLOCK_SIZE=block_size,
+    prefill_kernel[(triton.cdiv(rows.max_queries * group, config.rows), kv_heads, count)](
+        q, k, v, k_scale, v_scale, table, rows.lengths, rows.query_start, out, options.rotary, options.scale,
+        rows.block_table.stride(0), *cache.k.stride()[:3], room,
+        GROUP=group, ROWS=config.rows, KEYS=config.keys, DIM=dim, BLOCK_SIZE=block_size,
         WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=product,
-        num_warps=launch.warps, num_stages=1 if options.rotary is not None else launch.stages,
+        num_warps=config.warps, num_stages=1 if options.rotary is not None else config.stages,
     )  # fmt: skip
     return out
 
@@ -350,13 +339,13 @@ def takes(dim: int) -> bool:
 
 
 class Device(NamedTuple):
-    """What launch heuristics need to know of a GPU."""
+    """What the heuristics need to know of a GPU."""
 
     shared_memory: int  # bytes that one program may use
     processors: int
 
 
-class Launch(NamedTuple):
+class AttentionConfig(NamedTuple):
     """A launch configuration of either attention kernel."""
 
     rows: int  # (query, head) pairs in a tile
@@ -366,14 +355,14 @@ class Launch(NamedTuple):
     splits: int = 1  # programs that share a row's keys, in decode
 
 
-launch_configs.register("decode_attention", Launch)
-launch_configs.register("prefill_attention", Launch)
-launch_configs.register("gathered_attention", Launch)
+launch_configs.register("decode_attention", AttentionConfig)
+launch_configs.register("prefill_attention", AttentionConfig)
+launch_configs.register("gathered_attention", AttentionConfig)
 
 
-def decode_launch(
+def decode_config(
     dim: int, itemsize: int, cache_itemsize: int, packed: int, longest: int, rows: int, splits: int, device: Device
-) -> Launch:
+) -> AttentionConfig:
     """The fastest of those measured on an H200 at head_dim 256 and 128.
 
     itemsize: of queries. packed: (query, head) pairs of each of the `rows`. A program has `longest / splits` keys.
@@ -389,23 +378,23 @@ def decode_launch(
         keys, warps, stages = (128, 4, 3) if rows * splits <= device.processors else (64, 2, 3)
     else:
         keys, warps, stages = 64, 4, 2 if dim > 128 else 3
-    return Launch(packed, max(16, keys * 32 // max(packed, 32)), warps, stages, splits)
+    return AttentionConfig(packed, max(16, keys * 32 // max(packed, 32)), warps, stages, splits)
 
 
-def prefill_launch(dim: int, itemsize: int, device: Device) -> Launch:
+def prefill_config(dim: int, itemsize: int, device: Device) -> AttentionConfig:
     """As many query rows per key tile as fit on the chip with their output: the more, the fewer reads of each key."""
     if itemsize >= 4:  # float32 is for tests: its products do not use the matrix units
-        return Launch(16 if dim > 128 else 32, 16 if dim > 128 else 32, 4, 1)
+        return AttentionConfig(16 if dim > 128 else 32, 16 if dim > 128 else 32, 4, 1)
     if device.shared_memory >= 160 * 1024:
-        return Launch(128, 64, 8, 2)
-    return Launch(64 if dim > 128 else 128, 32 if dim > 128 else 64, 4 if dim <= 64 else 8, 2)
+        return AttentionConfig(128, 64, 8, 2)
+    return AttentionConfig(64 if dim > 128 else 128, 32 if dim > 128 else 64, 4 if dim <= 64 else 8, 2)
 
 
-def gathered_launch(dim: int, itemsize: int, programs: int, device: Device) -> Launch:
-    """As `prefill_launch`; smaller tiles for short heads, and if `programs` (of its tiles) leave processors idle."""
+def gathered_config(dim: int, itemsize: int, programs: int, device: Device) -> AttentionConfig:
+    """As `prefill_config`; smaller tiles for short heads, and if `programs` (of its tiles) leave processors idle."""
     if itemsize < 4 and device.shared_memory >= 160 * 1024 and (dim <= 128 or programs <= device.processors):
-        return Launch(64, 64, 4, 3 if dim <= 128 else 2)
-    return prefill_launch(dim, itemsize, device)
+        return AttentionConfig(64, 64, 4, 3 if dim <= 128 else 2)
+    return prefill_config(dim, itemsize, device)
 
 
 def decode_splits(programs: int, longest: int, device: Device) -> int:
@@ -432,7 +421,7 @@ def _device(device: torch.device) -> Device:
 
 
 def _dtypes(q: torch.Tensor, cache: Cache | None = None) -> dict[str, str]:
-    """The dtypes in a launch's key: of queries, and of a quantized cache."""
+    """The dtypes in a configuration's key: of queries, and of a quantized cache."""
     held = {} if cache is None or cache.k_scale is None else {"cache": launch_configs.dtype_name(cache.k.dtype)}
     return {"dtype": launch_configs.dtype_name(q.dtype), **held}
 

@@ -165,7 +165,7 @@ def quantize_rows(
     return codes, scales
 
 
-class Launch(NamedTuple):
+class ProductConfig(NamedTuple):
     """A launch configuration of `int8_product_kernel`."""
 
     x_tile: int
@@ -174,11 +174,11 @@ class Launch(NamedTuple):
     stages: int
 
 
-def default_launch(tokens: int, rows: int, processors: int) -> Launch:
+def default_config(tokens: int, rows: int, processors: int) -> ProductConfig:
     """Large tiles reuse each row more often, if there are about as many of them as processors."""
     if 4 * triton.cdiv(tokens, 128) * triton.cdiv(rows, 128) >= 3 * processors:
-        return Launch(128, 128, 8, 3)
-    return Launch(64, 64, 4, 5)
+        return ProductConfig(128, 128, 8, 3)
+    return ProductConfig(64, 64, 4, 5)
 
 
 def int8_product(
@@ -190,12 +190,12 @@ def int8_product(
     """
     (tokens, columns), rows = x.shape, len(weight)
     out = torch.empty((tokens, rows), dtype=dtype, device=x.device)
-    launch = default_launch(tokens, rows, processors(x.device))
+    config = default_config(tokens, rows, processors(x.device))
     if tokens:
-        int8_product_kernel[(triton.cdiv(tokens, launch.x_tile) * triton.cdiv(rows, launch.tile),)](
+        int8_product_kernel[(triton.cdiv(tokens, config.x_tile) * triton.cdiv(rows, config.tile),)](
             x, x_scales, weight, scales, out, tokens, rows,
-            COLUMNS=columns, EVEN=columns % 128 == 0, X_TILE=launch.x_tile, TILE=launch.tile, PIECE=128,
-            NEIGHBORS=NEIGHBORS, STAGES=launch.stages, num_warps=launch.warps,
+            COLUMNS=columns, EVEN=columns % 128 == 0, X_TILE=config.x_tile, TILE=config.tile, PIECE=128,
+            NEIGHBORS=NEIGHBORS, STAGES=config.stages, num_warps=config.warps,
         )  # fmt: skip
     return out
 

@@ -255,16 +255,16 @@ def product(
             f"rows of {columns} columns are longer than {WHOLE}: apply norm, residual and activation separately"
         )
     if columns <= WHOLE:
-        default = whole_launch(rows, columns, bool(activation), processors(x.device))
-        launch = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
-        whole_rows_kernel[(launch.programs,)](
+        default = whole_config(rows, columns, bool(activation), processors(x.device))
+        config = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
+        whole_rows_kernel[(config.programs,)](
             x, residual, total, norm, weight, out, eps, rows, rows * columns,
-            COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=launch.tile, NORM=norm is not None,
+            COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=config.tile, NORM=norm is not None,
             ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh",
-            num_warps=launch.warps, **dependent,
+            num_warps=config.warps, **dependent,
         )  # fmt: skip
     else:
-        piece = launch_configs.tuned("long_rows", LongLaunch(tile=8, width=1024, warps=8), **sizes)
+        piece = launch_configs.tuned("long_rows", LongRowsConfig(tile=8, width=1024, warps=8), **sizes)
         long_rows_kernel[(triton.cdiv(rows, piece.tile),)](
             x, weight, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile,
             num_warps=piece.warps, **dependent,
@@ -309,7 +309,7 @@ class RowAttention:
         return out
 
 
-class LongLaunch(NamedTuple):
+class LongRowsConfig(NamedTuple):
     """A launch configuration of `long_rows_kernel`."""
 
     tile: int  # rows of the matrix per program
@@ -318,10 +318,10 @@ class LongLaunch(NamedTuple):
 
 
 launch_configs.register("whole_rows", RowsConfig)
-launch_configs.register("long_rows", LongLaunch)
+launch_configs.register("long_rows", LongRowsConfig)
 
 
-def whole_launch(rows: int, columns: int, gated: bool, processors: int) -> RowsConfig:
+def whole_config(rows: int, columns: int, gated: bool, processors: int) -> RowsConfig:
     """Many small tiles keep many loads in flight; a matrix with many rows (the head) gets fewer, larger programs."""
     tile = max(1, min(16, 4096 // triton.next_power_of_2(columns)))
     if rows > 256 * processors:

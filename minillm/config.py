@@ -269,6 +269,27 @@ class DeviceConfig(EngineConfig):
         return replace(self, max_prefill_tokens=STREAMED if limited else 0)
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """How many requests run at once, and the tokens of each one's prompt and output.  Lessons 08 and 11."""
+
+    concurrency: int
+    input_len: int
+    output_len: int
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = as_int(getattr(self, each.name))
+            if value is None or value < 1:
+                raise ConfigError(f"{each.name} must be a whole number from 1, not {shown(getattr(self, each.name))}")
+            object.__setattr__(self, each.name, value)
+
+    @property
+    def context(self) -> int:
+        """Tokens of a request at its end."""
+        return self.input_len + self.output_len
+
+
 def _nearest(names: Sequence[str], known: Sequence[str]) -> str:
     """Return ", the nearest is " and the known names that the unknown ones resemble; "" if there is none."""
     found = [near for name in names for near in difflib.get_close_matches(name, known, 1)]

@@ -23,6 +23,7 @@ import kernel_speed as speed  # noqa: E402
 from minillm.kernels import rope_cache  # noqa: E402
 from minillm.kv_cache import LayerCache  # noqa: E402
 from minillm.kv_cache.layer_cache import CacheSpec  # noqa: E402
+from minillm.ops import Rows  # noqa: E402
 from minillm.ops import triton as kernels  # noqa: E402
 
 FORMATS = ("auto", "int8", "fp8")
@@ -39,15 +40,16 @@ def filled(name: str, tokens: int) -> LayerCache:
     return cache
 
 
-def caches(name: str, rows: int, keys: int, most: int) -> list[tuple[LayerCache, torch.Tensor, torch.Tensor]]:
-    """Distinct caches of `rows` rows, with their block tables and lengths."""
+def caches(name: str, rows: int, keys: int, queries: int, most: int) -> list[tuple[LayerCache, Rows]]:
+    """Distinct caches of `rows` rows with `keys` keys and `queries` queries each."""
     blocks = rows * keys // speed.BLOCK
     nbytes = rows * keys * CacheSpec.of(name, speed.KV_HEADS, speed.DIM, speed.DTYPE).bytes_per_token
+    lengths = torch.full((rows,), keys, dtype=torch.int32, device="cuda")
+    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda") * queries
     return [
         (
             filled(name, rows * keys),
-            torch.randperm(blocks, device="cuda").int().view(rows, -1),
-            torch.full((rows,), keys, dtype=torch.int32, device="cuda"),
+            Rows(torch.randperm(blocks, device="cuda").int().view(rows, -1), lengths.clone(), starts, queries),
         )
         for _ in range(max(1, min(most, COLD // nbytes + 1)))
     ]
@@ -95,7 +97,7 @@ def decode(requests: int, tokens: int) -> Iterator[dict]:
     q = speed.random_tensor(requests, 1, speed.HEADS, speed.DIM)
     yield from rows_of("decode_attention", requests, tokens, {
         name: rotating(
-            caches(name, requests, tokens, 16), 16, lambda *held: kernels.decode_attention(q, *held, speed.OPTIONS)
+            caches(name, requests, tokens, 1, 16), 16, lambda *held: kernels.decode_attention(q, *held, speed.OPTIONS)
         )
         for name in FORMATS
     })  # fmt: skip
@@ -103,13 +105,12 @@ def decode(requests: int, tokens: int) -> Iterator[dict]:
 
 def prefill(requests: int, tokens: int) -> Iterator[dict]:
     q = speed.random_tensor(requests * tokens, speed.HEADS, speed.DIM)
-    starts = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * tokens
 
     def attend(*held):
-        return kernels.prefill_attention(q, *held, starts, tokens, speed.OPTIONS)
+        return kernels.prefill_attention(q, *held, speed.OPTIONS)
 
     yield from rows_of("prefill_attention", requests, tokens, {
-        name: rotating(caches(name, requests, tokens, 6), 6, attend) for name in FORMATS
+        name: rotating(caches(name, requests, tokens, tokens, 6), 6, attend) for name in FORMATS
     })  # fmt: skip
 
 

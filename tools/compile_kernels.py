@@ -40,7 +40,7 @@ from minillm.kernels import (
 )
 from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import CacheSpec
-from minillm.ops import AttentionOptions
+from minillm.ops import AttentionOptions, Rows
 
 KIB = 1024
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # bytes per block (CUDA programming guide)
@@ -212,19 +212,20 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             rope_cache.write_kv(k, k, cache, slots.long())
             rope_cache.rotary_write(k.expand(-1, heads, -1), k, k, angles, cache, slots.long())
             table = torch.zeros(2, 256, dtype=torch.int32)
-            lengths, starts = torch.ones(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+            lengths = torch.ones(2, dtype=torch.int32)
+            rows_held, one = Rows.decoding(table, lengths), Rows.decoding(table[:1], lengths[:1], queries)
             q = torch.zeros(2, heads, dim, dtype=dtype)
             several = q[:, None].expand(-1, queries, -1, -1)
             if "rotary" in options:
                 options = options | {"rotary": torch.zeros(4096, 2, dim, dtype=dtype)}
             attention = AttentionOptions(0.1, **options)
-            paged_attention.decode_attention(several, cache, table, lengths, attention)
+            paged_attention.decode_attention(several, cache, Rows.decoding(table, lengths, queries), attention)
             if held != "auto":  # few programs have larger tiles of codes
-                paged_attention.decode_attention(several[:1], cache, table[:1], lengths[:1], attention)
-            paged_attention.prefill_attention(q, cache, table, lengths, starts, 1, attention)
+                paged_attention.decode_attention(several[:1], cache, one, attention)
+            paged_attention.prefill_attention(q, cache, rows_held, attention)
             if "rotary" not in options:
                 own, paged_attention.gathers = paged_attention.gathers, lambda *_: True
-                paged_attention.prefill_attention(q, cache, table, lengths, starts, 1, attention)
+                paged_attention.prefill_attention(q, cache, rows_held, attention)
                 paged_attention.gathers = own
             qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
             if dtype == torch.bfloat16:  # in others it needs as little shared memory

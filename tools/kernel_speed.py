@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minillm.bench import records  # noqa: E402
 from minillm.kernels import paged_attention  # noqa: E402
 from minillm.kv_cache import LayerCache  # noqa: E402
-from minillm.ops import AttentionOptions, reference  # noqa: E402
+from minillm.ops import AttentionOptions, Rows, reference  # noqa: E402
 from minillm.ops import triton as kernels  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, BLOCK = 2048, 8, 1, 256, 16384, 256000, 16  # Gemma 2B
@@ -126,15 +126,18 @@ def rotations(rows):
     return torch.stack([angle.cos().repeat(1, 2), torch.cat([-angle.sin(), angle.sin()], -1)], 1)
 
 
-def paged_rows(lengths):
-    """A cache with this many keys per row, in shuffled blocks, and its block table."""
+def paged_rows(lengths, queries=1):
+    """A cache with this many keys per row, in shuffled blocks, and its rows, each with `queries` queries or a list."""
     blocks = [-(-length // BLOCK) for length in lengths]
     order = torch.randperm(sum(blocks), dtype=torch.int32)
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     for row, (count, end) in enumerate(zip(blocks, itertools.accumulate(blocks), strict=True)):
         table[row, :count] = order[end - count : end]
     cache = LayerCache(*(random_tensor(sum(blocks), BLOCK, KV_HEADS, DIM) for _ in "kv"))
-    return cache, table.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    queries = [queries] * len(lengths) if isinstance(queries, int) else queries
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    starts = torch.tensor([0, *itertools.accumulate(queries)], **ints)
+    return cache, Rows(table.cuda(), torch.tensor(lengths, **ints), starts, max(queries))
 
 
 def decode_inputs(rows):
@@ -144,19 +147,14 @@ def decode_inputs(rows):
     return lambda: (random_tensor(rows, 1, HEADS, DIM), *paged_rows(lengths)), nbytes
 
 
-def decode(operation, rows):
-    return lambda q, cache, table, lengths: operation(q, cache, table, lengths, OPTIONS)
+def attend(operation):
+    return lambda q, cache, rows: operation(q, cache, rows, OPTIONS)
 
 
 def prefill_inputs(lengths):
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     nbytes = sum(lengths) * (2 * KV_HEADS + 2 * HEADS) * DIM * 2
     operations = sum(4 * DIM * HEADS * n * (n + 1) // 2 for n in lengths)
-    return lambda: (random_tensor(sum(lengths), HEADS, DIM), *paged_rows(lengths), starts), nbytes, operations
-
-
-def prefill(operation, lengths):
-    return lambda q, cache, table, keys, starts: operation(q, cache, table, keys, starts, max(lengths), OPTIONS)
+    return lambda: (random_tensor(sum(lengths), HEADS, DIM), *paged_rows(lengths, lengths)), nbytes, operations
 
 
 def torchs_own_attention(lengths) -> float:
@@ -194,7 +192,7 @@ def results_at(rows):
     )  # fmt: skip
     make, nbytes = decode_inputs(rows)
     shape = "[{}, 1, {}, {}] over {}..{} keys".format(rows, HEADS, DIM, *KEYS[rows])
-    both = (decode(module.decode_attention, rows) for module in (kernels, reference))
+    both = (attend(module.decode_attention) for module in (kernels, reference))
     yield measured("decode_attention", rows, shape, make, nbytes, *both)
     yield measured(
         "sample", rows, f"[{rows}, {VOCAB}]",
@@ -209,7 +207,7 @@ def results():
         torch.cuda.empty_cache()
     for name, lengths in PREFILL.items():
         make, nbytes, operations = prefill_inputs(lengths)
-        both = (prefill(module.prefill_attention, lengths) for module in (kernels, reference))
+        both = (attend(module.prefill_attention) for module in (kernels, reference))
         result = measured("prefill_attention", sum(lengths), name, make, nbytes, *both, operations)
         if len(set(lengths)) == 1:
             result["torch_sdpa_ms"] = torchs_own_attention(lengths)
@@ -221,17 +219,17 @@ def sweep():
 
     Prefill reads keys where they are in the cache; "gathered" gathers them first, which is part of the time.
     """
-    launch = paged_attention.Launch
-    choose_launch, choose_splits = paged_attention.decode_launch, paged_attention.decode_splits
-    calls = {rows: calls_over(decode(kernels.decode_attention, rows), *decode_inputs(rows)) for rows in KEYS}
+    config = paged_attention.AttentionConfig
+    choose_config, choose_splits = paged_attention.decode_config, paged_attention.decode_splits
+    calls = {rows: calls_over(attend(kernels.decode_attention), *decode_inputs(rows)) for rows in KEYS}
     for keys, warps, stages in [
         (16, 2, 4), (16, 4, 4), (32, 2, 3), (32, 4, 2), (32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 4, 3),
         (64, 4, 4), (64, 8, 2), (64, 8, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3),
     ]:  # fmt: skip
         # The last two arguments are the splits and the device.
-        paged_attention.decode_launch = lambda *given, each=(keys, warps, stages): launch(16, *each, given[-2])
+        paged_attention.decode_config = lambda *given, each=(keys, warps, stages): config(16, *each, given[-2])
         swept("decode", (keys, warps, stages), calls)
-    paged_attention.decode_launch = choose_launch
+    paged_attention.decode_config = choose_config
     for splits in (1, 2, 4, 8, 16):
         paged_attention.decode_splits = always(splits)
         swept("decode splits", splits, calls)
@@ -239,15 +237,15 @@ def sweep():
     calls = {}
     for name, lengths in PREFILL.items():
         make, nbytes, _ = prefill_inputs(lengths)
-        calls[name] = calls_over(prefill(kernels.prefill_attention, lengths), make, nbytes)
-    launches = [
+        calls[name] = calls_over(attend(kernels.prefill_attention), make, nbytes)
+    configs = [
         (32, 64, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2),
         (128, 32, 8, 3), (128, 64, 8, 1), (128, 64, 8, 2), (128, 128, 8, 1),
     ]  # fmt: skip
     for name, gathers in (("prefill", False), ("gathered", True)):
         paged_attention.gathers = always(gathers)
-        for chosen in launches:
-            paged_attention.prefill_launch = paged_attention.gathered_launch = always(launch(*chosen))
+        for chosen in configs:
+            paged_attention.prefill_config = paged_attention.gathered_config = always(config(*chosen))
             swept(name, chosen, calls)
 
 

@@ -24,10 +24,6 @@ from minillm.ops import triton as kernels  # noqa: E402
 ROWS, KEYS, SPLITS = (1, 8, 64), (512, 2048, 8192), (1, 2, 4, 8, 16, 32, 64)
 
 
-def decode(q, cache, table, lengths):
-    return kernels.decode_attention(q, cache, table, lengths, speed.OPTIONS)
-
-
 def measured(rows: int, keys: int, splits: int) -> dict:
     """One shape with a fixed number of splits: Gemma 2B's heads, `rows` requests of `keys` keys each."""
     nbytes = (2 * rows * keys * speed.KV_HEADS + 2 * rows * speed.HEADS) * speed.DIM * speed.DTYPE.itemsize
@@ -36,7 +32,7 @@ def measured(rows: int, keys: int, splits: int) -> dict:
     )
     with mock.patch.object(paged_attention, "decode_splits", lambda *_: splits):
         calls = speed.calls_over(
-            decode,
+            speed.attend(kernels.decode_attention),
             lambda: (speed.random_tensor(rows, 1, speed.HEADS, speed.DIM), *speed.paged_rows([keys] * rows)),
             nbytes,
         )

@@ -2,7 +2,7 @@
 
     from minillm.advice.choosing import GPUS, Traffic, recommend
     from minillm.model.config import PRESETS
-    print(recommend(PRESETS["gemma-2b"], GPUS["H200"], Traffic(requests=1, input_tokens=128, output_tokens=256)))
+    print(recommend(PRESETS["gemma-2b"], GPUS["H200"], Traffic(concurrency=1, input_len=128, output_len=256)))
 
 A step takes a fixed time, plus the time of its products, plus the time to read the cache:
 
@@ -20,9 +20,10 @@ these records.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
+from minillm.config import Traffic
 from minillm.errors import ConfigError
 from minillm.model.config import ModelConfig
-from minillm.values import as_int, shown
+from minillm.values import shown
 
 from . import sizing
 
@@ -83,21 +84,6 @@ GPUS = {
 def known(name: str) -> GPU | None:
     """The GPU that torch calls by this name, "NVIDIA H200"; None if its rates are not known here."""
     return next((each for each in GPUS.values() if each.name == name), None)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """How many requests run at once, and the tokens of each one's prompt and output."""
-
-    requests: int
-    input_tokens: int
-    output_tokens: int
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = as_int(getattr(self, each.name))
-            if value is None or value < 1:
-                raise ConfigError(f"{each.name} must be a whole number from 1, not {shown(getattr(self, each.name))}")
 
 
 @dataclass(frozen=True)
@@ -279,17 +265,17 @@ def _candidate(
     size = sizing.fit(
         config,
         gpu.memory_bytes,
-        traffic.input_tokens + traffic.output_tokens,
+        traffic.input_len + traffic.output_len,
         kv_cache_dtype=cache,
         utilization=utilization,
     )
     size = replace(size, weight_bytes=weight_bytes(config, method, head))
-    rows = min(traffic.requests, size.requests)
+    rows = min(traffic.concurrency, size.requests)
     if not rows:
         return Candidate(method, head, cache, size.weight_bytes, 0, Seconds(), 0.0, None)
     each = _seconds(config, gpu, traffic, method, head, rows, size.kv_bytes_per_token)
-    seconds = each * (traffic.requests / rows)  # requests that do not fit wait for others to end
-    speed = traffic.requests * traffic.output_tokens / seconds.total
+    seconds = each * (traffic.concurrency / rows)  # requests that do not fit wait for others to end
+    speed = traffic.concurrency * traffic.output_len / seconds.total
     return Candidate(method, head, cache, size.weight_bytes, size.requests, seconds, speed, None)
 
 
@@ -315,14 +301,14 @@ def _seconds(
 ) -> Seconds:
     """The time of `rows` requests that start together."""
     layers, table = _numbers(config)
-    tokens = rows * traffic.input_tokens
+    tokens = rows * traffic.input_len
     chunk = min(tokens, PROMPT)
     prompts = product(gpu, method, layers, chunk) + Seconds(fixed=STEP * config.num_layers)
-    context = traffic.input_tokens + traffic.output_tokens / 2  # on average
+    context = traffic.input_len + traffic.output_len / 2  # on average
     step = product(gpu, method, layers, rows) + product(gpu, _head(head), table, rows)
     fixed = (STEP_ALONE if rows == 1 else STEP) * config.num_layers + ROW * rows
     step += Seconds(cache=rows * context * token_bytes / gpu.bytes_per_s, fixed=fixed)
-    return prompts * (tokens / chunk) + step * traffic.output_tokens
+    return prompts * (tokens / chunk) + step * traffic.output_len
 
 
 def product(gpu: GPU, method: MethodFacts, numbers: int, rows: int) -> Seconds:
@@ -364,7 +350,7 @@ def _reasons(
     """Sentences that say why: what the time goes into, how the best saves some, what fits, what quality it costs."""
     method = best.method
     if dense.requests:
-        many = "one request spends" if traffic.requests == 1 else f"{traffic.requests:,} requests at once spend"
+        many = "one request spends" if traffic.concurrency == 1 else f"{traffic.concurrency:,} requests at once spend"
         parts = {name: getattr(dense.seconds, name) / dense.seconds.total for name in WAITING}
         longest = sorted(parts, key=lambda name: -parts[name])[:2]
         waits = [f"{parts[name]:.0%} of the time {WAITING[name]}" for name in longest if parts[name] >= 0.1]
@@ -383,7 +369,7 @@ def _reasons(
             "reading fewer bytes saves, their products lose again."
         )
     other = "" if best.requests == dense.requests else f", instead of {dense.requests:,}"
-    limits = "does not limit" if dense.requests >= traffic.requests else "limits"
+    limits = "does not limit" if dense.requests >= traffic.concurrency else "limits"
     yield f"{best.requests:,} requests fit{other}: memory {limits} this traffic."
     if method is not BF16:
         yield (

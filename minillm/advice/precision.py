@@ -6,20 +6,17 @@ from pathlib import Path
 
 import torch
 
-from minillm.advice.choosing import GPUS, Recommendation, Traffic, known, recommend
-from minillm.config import EngineConfig
+from minillm.advice.choosing import GPUS, Recommendation, known, recommend
+from minillm.config import EngineConfig, Traffic
 from minillm.model.loader import read_config
 from minillm.quantization.checkpoints import read_layout
-from minillm.runner import plan
 
 INPUT, OUTPUT = 512, 256  # tokens of a request, where nothing is known of the traffic
 
 log = logging.getLogger(__name__)
 
 
-def resolved(
-    config: EngineConfig, place: Path | str, device: str, traffic: plan.PlanTraffic | None = None
-) -> EngineConfig:
+def resolved(config: EngineConfig, place: Path | str, device: str, traffic: Traffic | None = None) -> EngineConfig:
     """The options with a method, or None, in place of `quantization="auto"`; the log says which, and why.
 
     place    what `minillm.model.loader.resolve` returned
@@ -44,11 +41,11 @@ def resolved(
     return replace(config, quantization=chosen.quantization, quantized_head=head)
 
 
-def usual_traffic(config: EngineConfig, place: Path | str, requests: int) -> plan.PlanTraffic:
+def usual_traffic(config: EngineConfig, place: Path | str, requests: int) -> Traffic:
     """So many requests of INPUT and OUTPUT tokens, or as many as max_model_len allows."""
     longest = config.max_model_len or read_config(place).max_model_len
     inputs = min(INPUT, longest // 2)
-    return plan.PlanTraffic(inputs, min(OUTPUT, longest - inputs), requests)
+    return Traffic(requests, inputs, min(OUTPUT, longest - inputs))
 
 
 def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
@@ -70,7 +67,7 @@ def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
 
 
 def recommended(
-    config: EngineConfig, place: Path | str, device: str, traffic: plan.PlanTraffic, *, any_cache: bool = False
+    config: EngineConfig, place: Path | str, device: str, traffic: Traffic, *, any_cache: bool = False
 ) -> Recommendation:
     """What is recommended for a model on this GPU, where no reason is against it. Raises ConfigError.
 
@@ -81,7 +78,7 @@ def recommended(
     return recommend(
         read_config(place),
         replace(found, memory_bytes=torch.cuda.get_device_properties(device).total_memory),
-        Traffic(traffic.concurrency, traffic.input_len, traffic.output_len),
+        traffic,
         kv_cache_dtype=None if any_cache else config.kv_cache_dtype,
         utilization=config.gpu_memory_utilization,
     )

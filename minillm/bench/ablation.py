@@ -22,7 +22,7 @@ from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model.config import ModelConfig
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from minillm.overrides import using
 from minillm.runner.executor import LocalExecutor
 
@@ -46,25 +46,23 @@ class Setting:
     sampling: str = "a temperature"  # a name in SAMPLING
 
 
-def torch_attention(
-    q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
-) -> Tensor:
+def torch_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
     """Decode attention in plain torch: gather each row's blocks, then call scaled_dot_product_attention with a mask.
 
     Like `ops.reference.decode_attention` for one query per row and no soft cap; a padding row attends to one key.
     Raises ValueError for more queries per row.
     """
-    rows, queries, heads, head_dim = q.shape
+    count, queries, heads, head_dim = q.shape
     if queries != 1:
         raise ValueError(f"torch_attention takes one query per row, not {queries}")
-    k, v = (part.to(q.dtype).transpose(1, 2) for part in cache.read(block_table))
+    k, v = (part.to(q.dtype).transpose(1, 2) for part in cache.read(rows.block_table))
     key = torch.arange(k.shape[2], device=q.device)
-    ends = lengths.clamp(min=1)[:, None]
+    ends = rows.lengths.clamp(min=1)[:, None]
     seen = key < ends
     if options.window:
         seen &= key >= ends - options.window
     # The query heads that share a KV head become its queries, so K and V are not repeated.
-    packed = q.reshape(rows, k.shape[1], -1, head_dim)
+    packed = q.reshape(count, k.shape[1], -1, head_dim)
     out = F.scaled_dot_product_attention(packed, k, v, attn_mask=seen[:, None, None], scale=options.scale)
     return out.reshape(q.shape)
 

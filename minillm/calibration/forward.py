@@ -8,9 +8,8 @@ from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Batch, Model
-from minillm.model.batch import Rows
 from minillm.model.decoder import Layer
-from minillm.ops import reference
+from minillm.ops import Rows, reference
 from minillm.overrides import using
 from minillm.quantization import Weight
 from minillm.quantization.methods.statistics import SAMPLES, InputStatistics
@@ -72,13 +71,12 @@ def packed(model: Model, ids: Tensor) -> Batch:
     groups = len(model.groups.windows)
     full = torch.full((rows,), length, dtype=torch.int32, device=model.device)
     starts = torch.arange(rows + 1, dtype=torch.int32, device=model.device) * length
-    prefill = Rows(rows * length, table.repeat(groups, 1, 1), full, starts, length)
-    return Batch(ids.flatten(), positions, slots.repeat(groups, 1), None, prefill, None)
+    prefill = (Rows(table, full, starts, length),) * groups
+    return Batch(ids.flatten(), positions, slots.repeat(groups, 1), (), prefill, None)
 
 
 def _cache(model: Model, batch: Batch) -> LayerCache:
-    assert batch.prefill is not None
-    return model.cache_spec.allocate(batch.prefill.block_table[0].numel(), BLOCK, model.device)
+    return model.cache_spec.allocate(batch.prefill[0].block_table.numel(), BLOCK, model.device)
 
 
 @contextmanager

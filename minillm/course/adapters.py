@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 
 
 def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
@@ -24,30 +24,20 @@ def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
     Models with a `window` or `soft_cap` pass them as keywords. Exceptions, including `NotSolvedYet`, propagate.
     """
 
-    def decode_attention(
-        q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    def decode_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
         out = torch.zeros_like(q)
-        for row, length in enumerate(lengths.tolist()):
+        for row, length in enumerate(rows.lengths.tolist()):
             if length:
-                keys = _contiguous(cache, block_table[row], length)
+                keys = _contiguous(cache, rows.block_table[row], length)
                 out[row] = attention(q[row], *keys, length, **options.given())
         return out
 
-    def prefill_attention(
-        q: Tensor,
-        cache: LayerCache,
-        block_table: Tensor,
-        lengths: Tensor,
-        query_start: Tensor,
-        max_queries: int,
-        options: AttentionOptions,
-    ) -> Tensor:
-        out, starts = torch.empty_like(q), query_start.tolist()
-        for row, length in enumerate(lengths.tolist()):
+    def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
+        out, starts = torch.empty_like(q), rows.query_start.tolist()
+        for row, length in enumerate(rows.lengths.tolist()):
             mine = slice(starts[row], starts[row + 1])
             if mine.start < mine.stop:
-                keys = _contiguous(cache, block_table[row], length)
+                keys = _contiguous(cache, rows.block_table[row], length)
                 out[mine] = attention(q[mine], *keys, length, **options.given())
         return out
 
@@ -81,7 +71,8 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: flo
     one_block = LayerCache(k[None, :length], v[None, :length])
     table = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
     lengths = torch.tensor([length], dtype=torch.int32, device=q.device)
-    return reference.decode_attention(q[None], one_block, table, lengths, AttentionOptions(scale))[0]
+    rows = Rows.decoding(table, lengths, len(q))
+    return reference.decode_attention(q[None], one_block, rows, AttentionOptions(scale))[0]
 
 
 class GrowingCache(Protocol):

@@ -12,7 +12,7 @@ from minillm.bench import records
 from minillm.errors import ConfigError
 from minillm.kv_cache import LayerCache
 from minillm.model.config import PRESETS
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from minillm.overrides import NotSolvedYet, using
 from minillm.request import SamplingParams
 from minillm.runner.executor import LocalExecutor
@@ -181,7 +181,7 @@ def prefill_difference() -> float:
     table, lengths, starts = (
         torch.tensor(each, dtype=torch.int32, device=device) for each in ([[5, 2, 7]], [40], [0, 40])
     )
-    given = q, LayerCache(k, v), table, lengths, starts, 40, AttentionOptions(scale=0.125)
+    given = q, LayerCache(k, v), Rows(table, lengths, starts, 40), AttentionOptions(scale=0.125)
     ours, wanted = paged_attention.prefill_attention(*given), reference.prefill_attention(*given)
     return (ours - wanted).abs().max().item()
 
@@ -260,11 +260,10 @@ def time_decode(ways: Mapping[str, Callable], shapes: Mapping[int, int]) -> None
 
     from minillm.kernels import paged_attention
 
-    ways = {
+    own = {
         "the engine's": paged_attention.decode_attention,
         "the engine's, one share": decode_with_one_share,
         "the reference": reference.decode_attention,
-        **ways,
     }
 
     def took(function: Callable) -> float:
@@ -279,8 +278,11 @@ def time_decode(ways: Mapping[str, Callable], shapes: Mapping[int, int]) -> None
         q = torch.randn(rows, 1, GEMMA.num_heads, GEMMA.head_dim, device="cuda").bfloat16()
         lengths = torch.full((rows,), keys, dtype=torch.int32, device="cuda")
         print(f"{rows} rows of {keys} keys; floor {2 * cache.k.nbytes / bytes_per_ms:.3f} ms")
-        for name, way in ways.items():
-            print(f"  {name:28} {took(functools.partial(way, q, cache, table, lengths, OPTIONS)):8.3f} ms")
+        rows_of_keys = Rows.decoding(table, lengths)
+        calls = {name: functools.partial(way, q, cache, rows_of_keys, OPTIONS) for name, way in own.items()}
+        calls |= {name: functools.partial(way, q, cache, table, lengths, OPTIONS) for name, way in ways.items()}
+        for name, call in calls.items():
+            print(f"  {name:28} {took(call):8.3f} ms")
 
 
 def decode_with_one_share(*given: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from minillm.bench import records
 from minillm.calibration.forward import hidden_states
 from minillm.kv_cache.layer_cache import LayerCache, indexable
 from minillm.model import Model, ModelConfig, load_model
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from minillm.overrides import using
 
 from . import batching
@@ -68,30 +68,18 @@ def attention_by(function: Callable[..., Tensor]) -> dict[str, Callable]:
             out[:, mine] = found.view(len(q), group, -1)
         return out
 
-    def prefill_attention(
-        q: Tensor,
-        cache: LayerCache,
-        block_table: Tensor,
-        lengths: Tensor,
-        query_start: Tensor,
-        max_queries: int,
-        options: AttentionOptions,
-    ) -> Tensor:
+    def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
         if cache.k_scale is None or options.given().keys() != {"scale"}:
-            return reference.prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options)
-        out, starts = torch.zeros_like(q), query_start.tolist()
-        for row, length in enumerate(lengths.tolist()):
+            return reference.prefill_attention(q, cache, rows, options)
+        out, starts = torch.zeros_like(q), rows.query_start.tolist()
+        for row, length in enumerate(rows.lengths.tolist()):
             mine = slice(starts[row], starts[row + 1])
             if length and mine.start < mine.stop:
-                out[mine] = one_row(q[mine], cache, block_table[row], length, options.scale)
+                out[mine] = one_row(q[mine], cache, rows.block_table[row], length, options.scale)
         return out
 
-    def decode_attention(
-        q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
-    ) -> Tensor:
-        starts = torch.arange(len(q) + 1) * q.shape[1]
-        flat = prefill_attention(q.flatten(0, 1), cache, block_table, lengths, starts, q.shape[1], options)
-        return flat.view(q.shape)
+    def decode_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
+        return prefill_attention(q.flatten(0, 1), cache, rows, options).view(q.shape)
 
     return {"decode_attention": decode_attention, "prefill_attention": prefill_attention}
 

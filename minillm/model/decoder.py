@@ -42,7 +42,7 @@ class Layer:
     after_attention_norm: Tensor | None = None  # [hidden]
     after_mlp_norm: Tensor | None = None  # [hidden]
     local: bool = False  # whether its rotary embedding uses `Model.local_rotary`
-    group: int = 0  # index of this layer's block table on the first axis of `Rows.block_table`
+    group: int = 0  # index of this layer's group in `Batch.slots`, `decode` and `prefill`
 
 
 class Places(NamedTuple):
@@ -204,29 +204,14 @@ class Model:
         cos_sin = places.local_cos_sin if layer.local else places.cos_sin
         q = run.rotary_write(q, k, v, cos_sin, cache, places.slots[layer.group], not batch.streams)
         options = replace(layer.attention, rotary=self.rotary) if batch.streams else layer.attention
-        parts = []
-        if rows := batch.decode:
-            parts.append(
-                run.decode_attention(
-                    q[: rows.tokens].unflatten(0, (rows.lengths.shape[0], -1)),
-                    cache,
-                    rows.block_table[layer.group],
-                    rows.lengths,
-                    options,
-                ).flatten(0, 1)
-            )
-        if rows := batch.prefill:
-            parts.append(
-                run.prefill_attention(
-                    q[-rows.tokens :],
-                    cache,
-                    rows.block_table[layer.group],
-                    rows.lengths,
-                    rows.query_start,
-                    rows.max_queries,
-                    options,
-                )
-            )
+        parts, decodes = [], 0
+        if batch.decode:
+            rows = batch.decode[layer.group]
+            decodes = rows.lengths.shape[0] * rows.max_queries
+            by_row = q[:decodes].unflatten(0, (-1, rows.max_queries))
+            parts.append(run.decode_attention(by_row, cache, rows, options).flatten(0, 1))
+        if batch.prefill:
+            parts.append(run.prefill_attention(q[decodes:], cache, batch.prefill[layer.group], options))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return run.linear(attended.flatten(1), layer.attention_out)
 

@@ -62,8 +62,8 @@ class SingleRow:
 
         Writes the row's keys and values to the caches. Raises ValueError without a decode row.
         """
-        model, rows = self.model, batch.decode
-        if rows is None:
+        model = self.model
+        if not batch.decode:
             raise ValueError("the fused decode step needs a batch with one decode row; this batch has none")
         eps, activation = model.config.rms_norm_eps, model.config.activation
         x = model.ops.embedding(batch.token_ids, model.embedding, model.embedding_scale)
@@ -71,8 +71,8 @@ class SingleRow:
         for layer, matrices, cache in zip(model.layers, self.matrices, caches, strict=True):
             qkv, total = _product(x, matrices.qkv, norm=layer.attention_norm, eps=eps, residual=residual)
             residual = x if total is None else total
-            table = rows.block_table[layer.group]
-            x = self.attend(qkv, model.rotary, cache, table, rows.lengths, layer.attention.scale)
+            rows = batch.decode[layer.group]
+            x = self.attend(qkv, model.rotary, cache, rows.block_table, rows.lengths, layer.attention.scale)
             x, _ = _product(x, matrices.attention_out)
             x, residual = _product(
                 x, matrices.gate_up, norm=layer.mlp_norm, eps=eps, residual=residual, activation=activation

@@ -4,7 +4,7 @@ The specification of each operation belongs here, and the table of what computes
 are in `kernels/`, and import nothing from minillm.
 """
 
-from .signatures import AttentionOptions, Operations
+from .signatures import AttentionOptions, Operations, Rows
 from .table import OperationSet, names, on, table
 
-__all__ = ["AttentionOptions", "OperationSet", "Operations", "names", "on", "table"]
+__all__ = ["AttentionOptions", "OperationSet", "Operations", "Rows", "names", "on", "table"]

@@ -21,7 +21,7 @@ from minillm.quantization.methods.hadamard import transform
 
 from . import reference
 from .by_weight import ByWeight
-from .signatures import AttentionOptions
+from .signatures import AttentionOptions, Rows
 
 # Splitting a ragged batch costs about as much as gathering this many keys.
 SPLIT_KEYS = 4096
@@ -98,35 +98,33 @@ def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     cache.v.view(shape).index_copy_(0, slots, v)
 
 
-def decode_attention(
-    q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
-) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
     """As the reference: gather the rows' blocks, then compute one product for all query heads of a KV head.
 
     Rows of equal length need no mask. Ragged rows are padded to the longest one; very uneven batches are split into
     buckets first, because a padded key costs as much as a real one.
     """
     if not _takes(q, cache):
-        return reference.decode_attention(q, cache, block_table, lengths, options)
-    rows, queries, heads, _ = q.shape
+        return reference.decode_attention(q, cache, rows, options)
+    _, queries, heads, _ = q.shape
     block_size, kv_heads = cache.k.shape[1:3]
-    known = tuple(lengths.tolist())
+    known = tuple(rows.lengths.tolist())
     shortest, longest = min(known), max(known)
     if queries == 1 and options.soft_cap is None and 0 < shortest == longest:
-        return _equal_rows(q, cache, block_table, longest, options)
+        return _equal_rows(q, cache, rows.block_table, longest, options)
     out = torch.empty_like(q)
     for part in _buckets(known, queries, heads // kv_heads, block_size, options.window):
         chosen = part.rows
-        table = (block_table if chosen is None else block_table.index_select(0, chosen))[:, : part.blocks].flatten()
+        table = rows.block_table if chosen is None else rows.block_table.index_select(0, chosen)
         bucket = q if chosen is None else q.index_select(0, chosen)
-        result = _padded_rows(bucket, cache, table, part.hidden, options)
+        result = _padded_rows(bucket, cache, table[:, : part.blocks].flatten(), part.hidden, options)
         if chosen is None:
             out = result
         else:
             out.index_copy_(0, chosen, result)
     if not math.isfinite(out.sum()):
         # A hidden slot holds NaN (0 * NaN is NaN), or a row sees no key. Both are rare: compute the batch again.
-        return reference.decode_attention(q, cache, block_table, lengths, options)
+        return reference.decode_attention(q, cache, rows, options)
     return out
 
 
@@ -230,26 +228,18 @@ def _buckets(lengths: tuple[int, ...], queries: int, group: int, block_size: int
     return buckets
 
 
-def prefill_attention(
-    q: Tensor,
-    cache: LayerCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    query_start: Tensor,
-    max_queries: int,
-    options: AttentionOptions,
-) -> Tensor:
+def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
     """As the reference, row by row with torch's fused attention, which stores no matrix of scores."""
     window = options.window
     if _takes(q, cache) and not options.soft_cap:
         out = torch.empty_like(q)
         block_size, kv_heads, head_dim = cache.k.shape[1:]
-        starts = query_start.tolist()
-        for row, length in enumerate(lengths.tolist()):
+        starts = rows.query_start.tolist()
+        for row, length in enumerate(rows.lengths.tolist()):
             begin, end = starts[row : row + 2]
             if begin == end:
                 continue
-            blocks = block_table[row, : -(-length // block_size)]
+            blocks = rows.block_table[row, : -(-length // block_size)]
             gathered = _gather(cache, blocks, 1, options.rotary, q.dtype)
             k, v = (part[:, :length].transpose(1, 2) for part in gathered)
             fresh = end - begin == length and (not window or length <= window)  # a window of this length hides nothing
@@ -262,7 +252,7 @@ def prefill_attention(
         if window is None or math.isfinite(out.sum()):
             return out
     # A window may hide blocks that were evicted and since overwritten by anything, NaN included.
-    return reference.prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options)
+    return reference.prefill_attention(q, cache, rows, options)
 
 
 @lru_cache(maxsize=8)

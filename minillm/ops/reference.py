@@ -14,7 +14,7 @@ from minillm.quantization import Weight
 from minillm.quantization.methods.hadamard import largest_order
 from minillm.quantization.methods.hadamard import matrix as hadamard_matrix
 
-from .signatures import AttentionOptions
+from .signatures import AttentionOptions, Rows
 
 
 def embedding(ids: Tensor, weight: Weight, scale: float) -> Tensor:
@@ -84,43 +84,32 @@ def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     cache.write(k, v, slots)
 
 
-def decode_attention(
-    q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
-) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
     """Each row's newest queries attend to its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
 
-    q: [rows, queries, heads, d]; block_table: [rows, blocks] int32; lengths: [rows] int32, the keys that a
-    row's last query sees, its own included. Query i of n is at position `length - n + i` and sees the keys up to there,
+    q: [rows, queries, heads, d]. Query i of n is at position `length - n + i` of its row and sees the keys up to there,
     limited by `options`. A row of length 0 gives zeros; the contents of unused slots never matter. Returns the shape
     of q.
     """
     queries = q.shape[1]
-    k, v = cache.read(block_table)  # [rows, keys, kv_heads, d]
+    k, v = cache.read(rows.block_table)  # [rows, keys, kv_heads, d]
     if options.rotary is not None:
         k, _ = rotary_embedding(k, k[:0], options.rotary[: k.shape[1]])
-    query_at = (lengths - queries)[:, None] + torch.arange(queries, device=q.device)
+    query_at = (rows.lengths - queries)[:, None] + torch.arange(queries, device=q.device)
     return _attend(q, k, v, visible(query_at, k.shape[1], options.window), options.scale, options.soft_cap)
 
 
-def prefill_attention(
-    q: Tensor,
-    cache: LayerCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    query_start: Tensor,
-    max_queries: int,
-    options: AttentionOptions,
-) -> Tensor:
+def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
     """Causal attention of packed chunks of prompts over their cached keys.  Lessons 04 and 10.
 
-    q: [tokens, heads, d]; row r's queries are q[query_start[r] : query_start[r + 1]], at most `max_queries`. They see
-    their row's keys as in `decode_attention`; the chunk's own keys are already in the cache. Returns the shape of q.
+    q: [tokens, heads, d], of which each row has its part (see `Rows`). Queries see their row's keys as in
+    `decode_attention`; the chunk's own keys are already in the cache. Returns the shape of q.
     """
     out = torch.empty_like(q)
-    starts = query_start.tolist()
+    starts = rows.query_start.tolist()
     for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        one = slice(row, row + 1)
-        out[start:end] = decode_attention(q[None, start:end], cache, block_table[one], lengths[one], options)[0]
+        one = Rows.decoding(rows.block_table[row, None], rows.lengths[row, None], end - start)
+        out[start:end] = decode_attention(q[None, start:end], cache, one, options)[0]
     return out
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
@@ -29,6 +30,35 @@ class AttentionOptions:
     def given(self) -> dict[str, float | int | Tensor]:
         """The options that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The queries of several requests, packed one after the other, and the cache blocks whose keys they attend to.
+
+    block_table  [rows, blocks] int32: each row's blocks in order; unused entries are 0
+    lengths      [rows] int32: keys that each row's last query sees, its own included
+    query_start  [rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]
+    max_queries  upper bound of a row's queries; the number of each row's queries in `decode_attention`
+
+    A captured step may have padding rows: their length is 0, their slots are -1, and their output is zeros.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+    query_start: Tensor
+    max_queries: int
+
+    @classmethod
+    def of_groups(cls, tables: Tensor, lengths: Tensor, query_start: Tensor, max_queries: int) -> "tuple[Rows, ...]":
+        """The same rows in each layer group, whose block tables are tables [groups, rows, blocks]."""
+        return tuple(cls(table, lengths, query_start, max_queries) for table in tables.unbind())
+
+    @classmethod
+    def decoding(cls, block_table: Tensor, lengths: Tensor, queries: int = 1) -> "Rows":
+        """Rows with `queries` queries each."""
+        start = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device) * queries
+        return cls(block_table, lengths, start, queries)
 
 
 class Operations(Protocol):
@@ -69,23 +99,12 @@ class Operations(Protocol):
         """k, v [tokens, kv_heads, d] into slots [tokens] int64 of the cache"""
         ...
 
-    def decode_attention(
-        self, q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
-    ) -> Tensor:
-        """q [rows, queries, heads, d], block_table [rows, blocks] int32, lengths [rows] int32 -> like q"""
+    def decode_attention(self, q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
+        """q [rows, queries, heads, d] -> like q"""
         ...
 
-    def prefill_attention(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        block_table: Tensor,
-        lengths: Tensor,
-        query_start: Tensor,
-        max_queries: int,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """q [tokens, heads, d], query_start [rows + 1] int32, the rest as in decode_attention -> like q"""
+    def prefill_attention(self, q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
+        """q [tokens, heads, d], row after row -> like q"""
         ...
 
     def lm_head(self, hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Tensor:

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Self
 
+from torch import Tensor
+
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.overrides import Parts, Used, register
 
 from . import reference
 from .compositions import COMPOSITIONS, Compositions
-from .signatures import OPERATIONS
+from .signatures import OPERATIONS, AttentionOptions, Rows
 
 
 def names() -> tuple[str, ...]:
@@ -52,29 +55,34 @@ class OperationSet(Compositions):
 def _with_options(name: str, function: Callable) -> Callable:
     """A user-supplied operation with the engine's signature.
 
-    An attention function may take its options as keywords instead, and needs only those that the model has:
-    decode_attention(q, cache, block_table, lengths, *, scale), with window=, soft_cap= and rotary= if it has them.
+    An attention function may take tensors in place of `Rows`, and its options as keywords, of which it needs only those
+    that the model has: decode_attention(q, cache, block_table, lengths, *, scale), with window=, soft_cap= and rotary=
+    if the model has them, and prefill_attention(q, cache, block_table, lengths, query_start, *, max_queries, scale).
     """
-    tensors = {"decode_attention": 4, "prefill_attention": 5}.get(name)
-    if tensors is None or _takes(function, len(inspect.signature(getattr(reference, name)).parameters)):
+    if name not in ("decode_attention", "prefill_attention") or _takes_rows(function):
         return function
 
-    def by_keyword(*arguments: Any) -> Any:
-        more = {"max_queries": arguments[tensors]} if name == "prefill_attention" else {}
-        return function(*arguments[:tensors], **more, **arguments[-1].given())
+    def by_keyword(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
+        arguments: list[Any] = [q, cache, rows.block_table, rows.lengths]
+        more = options.given()
+        if name == "prefill_attention":
+            arguments.append(rows.query_start)
+            more["max_queries"] = rows.max_queries
+        return function(*arguments, **more)
 
     return by_keyword
 
 
-def _takes(function: Callable, arguments: int) -> bool:
-    """Whether a function can be called with this many positional arguments; True if its signature is unknown."""
+def _takes_rows(function: Callable) -> bool:
+    """Whether an attention function has the engine's arguments, and none called `lengths`; True if that is unknown."""
     try:
-        inspect.signature(function).bind(*range(arguments))
+        signature = inspect.signature(function)
+        signature.bind(*range(4))
     except TypeError:
         return False
     except ValueError:
         return True
-    return True
+    return "lengths" not in signature.parameters
 
 
 def _fast_module(device: str) -> tuple[ModuleType | None, str]:

@@ -15,7 +15,7 @@ from minillm.quantization import QuantizedActivations, Weight
 from minillm.quantization.methods.hadamard import transform
 
 from . import reference
-from .signatures import AttentionOptions
+from .signatures import AttentionOptions, Rows
 from .triton_linear import embedding as embedding
 from .triton_linear import linear, on_codes
 
@@ -60,26 +60,16 @@ def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     rope_cache.write_kv(k_scale[..., None], v_scale[..., None], scales, slots)
 
 
-def decode_attention(
-    q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, options: AttentionOptions
-) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
     if not _attention_has_kernel(q, cache):
-        return reference.decode_attention(q, cache, block_table, lengths, options)
-    return paged_attention.decode_attention(q, cache, block_table, lengths, options)
+        return reference.decode_attention(q, cache, rows, options)
+    return paged_attention.decode_attention(q, cache, rows, options)
 
 
-def prefill_attention(
-    q: Tensor,
-    cache: LayerCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    query_start: Tensor,
-    max_queries: int,
-    options: AttentionOptions,
-) -> Tensor:
+def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
     if not _attention_has_kernel(q, cache):
-        return reference.prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options)
-    return paged_attention.prefill_attention(q, cache, block_table, lengths, query_start, max_queries, options)
+        return reference.prefill_attention(q, cache, rows, options)
+    return paged_attention.prefill_attention(q, cache, rows, options)
 
 
 def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from minillm.kernels import decode_step
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
-from minillm.model.batch import Batch, Rows
+from minillm.model.batch import Batch
 from minillm.model.single_row import SingleRow
+from minillm.ops import Rows
 from minillm.scheduler.step import Step
 
 from .cuda_graph import CapturedSteps, DecodeShape, Graph, Graphs, Replayed, ToSample
@@ -134,8 +135,8 @@ class DecodeGraphs(Graphs[DecodeShape]):
             token_ids=found["ids"],
             positions=found["positions"],
             slots=found["slots"],
-            decode=Rows(count, found["table"], found["lengths"], self.query_start[: count + 1], 1),
-            prefill=None,
+            decode=Rows.of_groups(found["table"], found["lengths"], self.query_start[: count + 1], 1),
+            prefill=(),
             logits_index=None,
         )
         if count == 1 and self.single_row is not None and model.ops.engines_own:

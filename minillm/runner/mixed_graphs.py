@@ -22,7 +22,8 @@ from torch import Tensor
 from minillm.config import DeviceConfig
 from minillm.kernels import decode_step, paged_attention
 from minillm.model import Model
-from minillm.model.batch import Batch, Rows
+from minillm.model.batch import Batch
+from minillm.ops import Rows
 from minillm.scheduler.step import Step
 
 from .cuda_graph import Graph, Graphs, MixedShape, Replayed, ToSample
@@ -190,8 +191,8 @@ class MixedGraphs(Graphs[MixedShape]):
             token_ids=torch.cat((found["ids"][:decodes], ids)),
             positions=torch.cat((found["positions"][:decodes], sent.token_positions)),
             slots=torch.cat((found["slots"][:, :decodes], slots.where(sent.token_rows != state.padding, -1)), dim=1),
-            decode=Rows(decodes, table[:, :decodes], lengths[:decodes], query_start, 1),
-            prefill=Rows(shape.tokens, table[:, decodes:], lengths[decodes:], sent.query_start.int(), shape.tokens),
+            decode=Rows.of_groups(table[:, :decodes], lengths[:decodes], query_start, 1),
+            prefill=Rows.of_groups(table[:, decodes:], lengths[decodes:], sent.query_start.int(), shape.tokens),
             logits_index=sent.last,
         )
         logits = model.logits(model.forward(batch, self.decodes.caches))

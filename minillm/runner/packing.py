@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from minillm.model.batch import Batch, Rows
+from minillm.model.batch import Batch
+from minillm.ops import Rows
 from minillm.scheduler.step import Step
 
 from .state import RowState
@@ -31,16 +32,15 @@ def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, stream
     positions_in_row = places if step.moved is None else more.pop()
     blocks = state.block_table[:, rows_of_tokens, places // state.block_size].long()
 
-    def part(first: int, after: int) -> Rows | None:
+    def part(first: int, after: int) -> tuple[Rows, ...]:
         if after == first:
-            return None
+            return ()
         width = -(-int(lengths[first:after].max()) // state.block_size)
-        return Rows(
-            tokens=int(step.queries[first:after].sum()),
-            block_table=state.block_table[:, rows[first:after], :width],
-            lengths=lengths_sent[first:after].int(),
-            query_start=(starts_sent[first : after + 1] - starts_sent[first]).int(),
-            max_queries=int(step.queries[first:after].max()),
+        return Rows.of_groups(
+            state.block_table[:, rows[first:after], :width],
+            lengths_sent[first:after].int(),
+            (starts_sent[first : after + 1] - starts_sent[first]).int(),
+            int(step.queries[first:after].max()),
         )
 
     return Batch(

@@ -10,11 +10,11 @@ if any of them differs. Without a plan, the engine uses its defaults.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minillm.config import EngineConfig
+from minillm.config import EngineConfig, Traffic
 from minillm.errors import ConfigError
 from minillm.kernels.launch_configs import Table, problem, registered
 from minillm.model.config import ModelConfig
@@ -30,32 +30,13 @@ ANY_NUMBER = ("programs", "stages")  # launch fields of any positive value; the 
 
 
 @dataclass(frozen=True)
-class PlanTraffic:
-    """What a plan is made for: prompt and output lengths in tokens, and the number of concurrent requests."""
-
-    input_len: int
-    output_len: int
-    concurrency: int
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{each.name} must be a whole number from 1, not {value!r}")
-
-    @property
-    def context(self) -> int:
-        return self.input_len + self.output_len
-
-
-@dataclass(frozen=True)
 class Plan:
     """The content of a plan file."""
 
     gpu: dict[str, Any] | None  # name, capability, memory_gib; None: for a CPU
     versions: dict[str, str | None]
     model: dict[str, Any]  # the fields of ModelConfig that affect how long a step takes
-    traffic: PlanTraffic
+    traffic: Traffic
     options: dict[str, Any]  # of EngineConfig
     graphs: list[list[int]] = field(default_factory=list)  # decode steps to capture: [rows, blocks of a row]
     launches: list[dict[str, Any]] = field(default_factory=list)  # {"kernel", "sizes", "launch", measurements}
@@ -64,7 +45,7 @@ class Plan:
     format: int = FORMAT
 
     @classmethod
-    def made_here(cls, model: ModelConfig, traffic: PlanTraffic, options: dict[str, Any], device: str) -> "Plan":
+    def made_here(cls, model: ModelConfig, traffic: Traffic, options: dict[str, Any], device: str) -> "Plan":
         """A plan for this machine without any measurements."""
         return cls(gpu_here(device), versions_here(), shape(model), traffic, options)
 
@@ -84,7 +65,7 @@ class Plan:
         if format != FORMAT:
             raise ConfigError(f"{path} has format {format!r}, but this minillm reads format {FORMAT}; {AGAIN}")
         try:
-            plan = cls(**content | {"traffic": PlanTraffic(**content["traffic"])})
+            plan = cls(**content | {"traffic": Traffic(**content["traffic"])})
             plan._check_parts()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"the plan {path} is damaged ({error}); {AGAIN}") from None
@@ -154,8 +135,8 @@ class Plan:
     def _rebuild(self) -> str:
         traffic = self.traffic
         return (
-            f"build another: minillm build MODEL --input-len {traffic.input_len} --output-len {traffic.output_len}"
-            f" --concurrency {traffic.concurrency}"
+            f"build another: minillm build MODEL --input-len {traffic.input_len} "
+            f"--output-len {traffic.output_len} --concurrency {traffic.concurrency}"
         )
 
 

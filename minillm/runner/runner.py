@@ -132,8 +132,7 @@ class Runner:
             # The same rows continue in the same blocks: reuse the last batch, advanced by one token.
             _, batch, sampled = before
             batch.token_ids = sampled
-            assert batch.decode is not None, "a decode-only step has decode rows"
-            for moved in (batch.positions, batch.slots, batch.decode.lengths):
+            for moved in (batch.positions, batch.slots, batch.decode[0].lengths):
                 moved.add_(1)
         else:
             batch = pack(step, self.state, None, streams=self.stream is not None)

@@ -19,15 +19,14 @@ import numpy as np
 from minillm.errors import InvalidRequest
 from minillm.grammar import Matcher
 from minillm.kv_cache.attention_sinks import STREAM_TOKENS, Stream, StreamTables, missing
-from minillm.kv_cache.block_pool import BlockPool, prefix_keys
+from minillm.kv_cache.block_pool import BlockPool, BlockPoolError, prefix_keys
 from minillm.kv_cache.block_tables import BlockTables, group_key
 from minillm.request import NOT_NUMBERS, Request
 from minillm.trace.record import NO_TRACE, Trace
 
-from .admission import admit
-from .consistency import check, stuck
+from .admission import Refusal, admit
 from .fence import Fence
-from .policies import FirstComeFirstServed, Policy
+from .policies import FirstComeFirstServed, Policy, PolicyError
 from .step import NewRow, Step
 
 
@@ -192,7 +191,7 @@ class Scheduler:
 
         if len(rows) == 0:
             if self.has_work and not self.in_flight:
-                raise stuck(self, refusal)
+                raise self._stuck(refusal)
             return None
         step = self._launch(rows, queries)
         if step.decodes < len(rows):
@@ -451,4 +450,35 @@ class Scheduler:
         self.trace.register(self.pool, row, keys)
         request.registered = full
 
-    check = check
+    # ---- what a scheduler finds out about itself
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block and every row is accounted for."""
+        running = [request for request in self.requests if request is not None]
+        assert sorted(self.order.tolist()) == sorted(request.row for request in running), "order lost a row"
+        tables = [self.tables.of(request.row).tolist() for request in running]
+        self.pool.check(block for blocks in [*tables, self.fence.blocks] for block in blocks)
+        rows = [r.row for r in running] + self.fence.rows + self._free_rows
+        assert sorted(rows) == list(range(len(self.requests))), "a row is lost or counted twice"
+        for request in running:
+            row = request.row
+            assert self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
+            assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
+            self.tables.check(row, int(self.computed[row]))
+        assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"
+
+    def _stuck(self, refusal: Refusal | None) -> Exception:
+        """Return the error to raise if work waits, nothing is in flight, and nothing may run."""
+        refused_by = refusal.by if refusal is not None and len(self._runnable()) == 0 else "share"
+        counts = f"nothing is in flight, {len(self.order)} requests have a row, {len(self.waiting)} wait"
+        if refused_by == "blocks":
+            return BlockPoolError(
+                f"{_name(self.pool)} has lost blocks: {counts}, and only "
+                f"{self.pool.available} of {self.pool.num_blocks} blocks are available"
+            )
+        return PolicyError(f"policy {_name(self.policy)}: {refused_by} lets nothing run; {counts}")
+
+
+def _name(part: object) -> str:
+    """A user-supplied part is known by its own class's name, not its wrapper's."""
+    return getattr(part, "name", type(part).__name__)

@@ -26,14 +26,14 @@ from minillm.advice.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
 from minillm.bench import records
 from minillm.bench.offline import Minillm
 from minillm.bench.workloads import BenchRequest
-from minillm.config import EngineConfig, EngineOptions
+from minillm.config import EngineConfig, EngineOptions, Traffic
 from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import blocks_held
 from minillm.model.config import ModelConfig
 from minillm.model.loader import read_config, resolve, resolve_device
 from minillm.pretrained import model_name
 from minillm.runner.memory import CPU_CACHE_BYTES
-from minillm.runner.plan import Plan, PlanTraffic
+from minillm.runner.plan import Plan
 
 OF_THE_PLACE = ("device", "load_format", "seed", "plan", "trace")  # options of a run, not of a plan
 
@@ -59,7 +59,7 @@ def run(
     begun, start = records.begin(json_path), time.perf_counter()
     if engine_options.get("plan"):
         raise ConfigError("build writes a plan and cannot use one: leave out --plan; --out names the file to write")
-    config, traffic = EngineConfig.of(**engine_options), PlanTraffic(input_len, output_len, concurrency)
+    config, traffic = EngineConfig.of(**engine_options), Traffic(concurrency, input_len, output_len)
     place = resolve(model)
     shape = read_config(place)
     longest = config.max_model_len or shape.max_model_len
@@ -100,7 +100,7 @@ def run(
     return plan
 
 
-def options_of(config: EngineConfig, shape: ModelConfig, traffic: PlanTraffic, device: str) -> dict:
+def options_of(config: EngineConfig, shape: ModelConfig, traffic: Traffic, device: str) -> dict:
     """The engine options that a plan holds: those that were set, and those that follow from traffic and device."""
     defaults = EngineConfig()
     given = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__ if name not in OF_THE_PLACE}

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from minillm.config import Traffic
 from minillm.engine.llm import LLM
 from minillm.kernels import launch_configs
 from minillm.request import SamplingParams
 from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.decode_graphs import DecodeGraphs
 from minillm.runner.executor import LocalExecutor
-from minillm.runner.plan import Plan, PlanTraffic
+from minillm.runner.plan import Plan
 from minillm.runner.runner import Runner
 
 from . import trials
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 BUDGETS = (8192, 16384, 32768)  # values of max_num_batched_tokens to try
 PROMPT_TOKENS = 1 << 18  # the most in one trial of a budget
 REPLAYS = 15
-Asked = dict[launch_configs.Problem, trials.Launch]  # the problems of a step -> each kernel's default launch
+Asked = dict[launch_configs.Problem, trials.KernelConfig]  # the problems of a step -> each kernel's default launch
 
 
 @torch.inference_mode()
@@ -54,7 +55,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
             found = [*tune_decode(runner, plan.traffic, asked_by), *tune_products(runner, asked_by)]
         budget = best_budget(budgets, plan.options["max_num_batched_tokens"])
         found += tune_prefill(runner, plan.traffic, asked, budget)
-        chosen = [each for each in found if each.launch != each.default]
+        chosen = [each for each in found if each.config != each.default]
         chosen, again = kept(runner, plan.traffic, steps, asked_by, chosen)
     sizes = worthwhile({rows for rows, _ in steps}, again or steps)
     plan = replace(
@@ -78,7 +79,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
 
 
 def decode_steps(
-    runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic
+    runner: Runner, graphs: DecodeGraphs, traffic: Traffic
 ) -> tuple[dict[DecodeShape, float], dict[DecodeShape, Asked]]:
     """For each decode step of the traffic, its seconds with default launches, and the problems its kernels look up."""
     block = runner.state.block_size
@@ -94,7 +95,7 @@ def decode_steps(
     return seconds, asked_by
 
 
-def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic, shape: DecodeShape) -> float:
+def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: DecodeShape) -> float:
     """Seconds of one decode step whose rows are halfway through their outputs, captured with the current launches."""
     state, (size, width) = runner.state, shape
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
@@ -108,16 +109,16 @@ def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: PlanTraffic, sha
     return statistics.median(trials.replay_seconds(captured, REPLAYS))
 
 
-def tune_decode(runner: Runner, traffic: PlanTraffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.TuningResult]:
+def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.TuningResult]:
     """Tune tile and splits for the largest step; the others keep its tile and tune only their splits."""
     found: list[trials.TuningResult] = []
-    tile: trials.Launch | None = None
+    tile: trials.KernelConfig | None = None
     for shape in sorted(asked_by, reverse=True):
         for problem, default in asked_by[shape].items():
             if problem.kernel == "decode_attention" and all(problem != each.problem for each in found):
                 trial = trials.decode_trial(problem, runner, traffic, shape[1], tile)
                 found.append(report(trials.tune(problem, default, trial)))
-                tile = tile or found[-1].launch
+                tile = tile or found[-1].config
     return found
 
 
@@ -127,7 +128,7 @@ def tune_products(runner: Runner, asked_by: dict[DecodeShape, Asked]) -> list[tr
     return [report(trials.tune(each, own, trials.product_trial(each, runner))) for each, own in products.items()]
 
 
-def tune_prefill(runner: Runner, traffic: PlanTraffic, asked: Asked, budget: int) -> list[trials.TuningResult]:
+def tune_prefill(runner: Runner, traffic: Traffic, asked: Asked, budget: int) -> list[trials.TuningResult]:
     """Tune the problems that steps of whole prompts look up; those of shorter chunks keep the default."""
     found = []
     for problem, default in asked.items():
@@ -142,14 +143,14 @@ def tune_prefill(runner: Runner, traffic: PlanTraffic, asked: Asked, budget: int
 
 def kept(
     runner: Runner,
-    traffic: PlanTraffic,
+    traffic: Traffic,
     steps: dict[DecodeShape, float],
     asked_by: dict[DecodeShape, Asked],
     chosen: list[trials.TuningResult],
 ) -> tuple[list[trials.TuningResult], dict[DecodeShape, float]]:
     """The prefill launches and those that also speed up decode steps, and the steps' seconds with them."""
     again = dict(steps)
-    table = {each.problem: each.launch._asdict() for each in chosen}
+    table = {each.problem: each.config._asdict() for each in chosen}
     for shape in steps:
         if runner.graphs is not None and table.keys() & asked_by[shape].keys():
             with launch_configs.using(table):
@@ -203,7 +204,7 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
     return {each: requests * traffic.input_len / statistics.median(times[1:]) for each, times in seconds.items()}, asked
 
 
-def begin_seconds(llm: LLM, traffic: PlanTraffic, requests: int, seed: int) -> float:
+def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float:
     """Seconds to compute `requests` new prompts and the first few tokens of each output."""
     ids = np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (requests, traffic.input_len))
     params = SamplingParams(max_tokens=min(traffic.output_len, 8), temperature=1.0, ignore_eos=True)
@@ -253,11 +254,11 @@ def _runner(llm: LLM) -> Runner:
 
 
 def entry(found: trials.TuningResult) -> dict:
-    """One measured launch, in the form that a plan stores."""
+    """A measured configuration in the form that a plan stores."""
     return {
         "kernel": found.problem.kernel,
         "sizes": dict(found.problem.sizes),
-        "launch": found.launch._asdict(),
+        "launch": found.config._asdict(),
         "default": found.default._asdict(),
         "microseconds": [round(1e6 * found.default_seconds, 2), round(1e6 * found.seconds, 2)],
     }
@@ -266,7 +267,7 @@ def entry(found: trials.TuningResult) -> dict:
 def report(found: trials.TuningResult) -> trials.TuningResult:
     """Log a result. Tuning takes minutes, and without output it would look like a hang."""
     sizes = " ".join(f"{name} {size}" for name, size in found.problem.sizes)
-    change = "kept" if found.launch == found.default else f"-> {found.launch}, {1e6 * found.seconds:.1f} us"
+    change = "kept" if found.config == found.default else f"-> {found.config}, {1e6 * found.seconds:.1f} us"
     log.info(
         "%s (%s): %.1f us %s of %d tried",
         found.problem.kernel, sizes, 1e6 * found.default_seconds, change, found.tried,

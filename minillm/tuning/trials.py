@@ -2,7 +2,7 @@
 
 The problems are the ones that the engine's steps look up (`launch_configs.listening`), and the data are its own weights
 and cache. Triton refuses a candidate that needs more shared memory or registers than this GPU has, and a candidate with
-a wrong result is never timed. The search runs in rounds, each around the best launch so far: compiling every
+a wrong result is never timed. The search runs in rounds, each around the best configuration so far: compiling every
 combination would take longer than it could ever save.
 """
 
@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.config import Traffic
 from minillm.kernels import launch_configs, paged_attention, single_row
 from minillm.kernels.launch_configs import Problem
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.model import Model
 from minillm.model.decoder import Layer
-from minillm.ops import reference
-from minillm.runner.plan import PlanTraffic
+from minillm.ops import Rows, reference
 from minillm.runner.runner import Runner
 
-MARGIN = 0.02  # a launch must be this much faster than the kernel's default to replace it
+MARGIN = 0.02  # a configuration must be this much faster than the kernel's default to replace it
 COLD = 256 << 20  # bytes of data to read before repeating any, more than the L2 cache holds
 MOST_CALLS = 64
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}  # relative error of a whole result
 
-Launch = Any  # each kernel has its own NamedTuple
-Round = Callable[[Launch], Iterable[Launch]]  # the best launch so far -> launches to try next
+KernelConfig = Any  # each kernel has its own NamedTuple
+Round = Callable[[KernelConfig], Iterable[KernelConfig]]  # the best so far -> those to try next
 
 
 @dataclass
@@ -49,47 +49,47 @@ class TuningResult:
     """The result of tuning one problem; times are seconds per call."""
 
     problem: Problem
-    default: Launch
-    launch: Launch
+    default: KernelConfig
+    config: KernelConfig
     default_seconds: float = math.inf
     seconds: float = math.inf
     tried: int = 0
-    refused: dict[Launch, str] = field(default_factory=dict)  # launch -> the reason
+    refused: dict[KernelConfig, str] = field(default_factory=dict)  # configuration -> the reason
 
 
 def tune(
-    problem: Problem, default: Launch, trial: Trial, seconds: Callable[[Sequence], float] | None = None
+    problem: Problem, default: KernelConfig, trial: Trial, seconds: Callable[[Sequence], float] | None = None
 ) -> TuningResult:
-    """Find the fastest correct launch. It replaces the default only if it is clearly faster in two timings."""
+    """Find the fastest correct configuration. It replaces the default only if it is clearly faster in two timings."""
     found, seconds = TuningResult(problem, default, default), seconds or graph_seconds
 
-    def timed(launch: Launch) -> float:
-        with launch_configs.using({problem: launch._asdict()}):
+    def timed(config: KernelConfig) -> float:
+        with launch_configs.using({problem: config._asdict()}):
             why_not = _refusal(trial)
             if why_not:
-                found.refused[launch] = why_not
+                found.refused[config] = why_not
                 return math.inf
             return seconds(trial.calls)
 
     times = {default: timed(default)}
     if default in found.refused:
-        raise RuntimeError(f"{problem.kernel}'s default launch {default} fails: {found.refused[default]}")
+        raise RuntimeError(f"{problem.kernel}'s default configuration {default} fails: {found.refused[default]}")
     for candidates in trial.rounds:
-        for launch in candidates(min(times, key=times.__getitem__)):
-            if launch not in times:
-                times[launch] = timed(launch)
+        for config in candidates(min(times, key=times.__getitem__)):
+            if config not in times:
+                times[config] = timed(config)
     best = min(times, key=times.__getitem__)
     found.tried, found.default_seconds = len(times), timed(default)
     found.seconds = found.default_seconds if best == default else timed(best)
     if max(found.seconds, times[best]) < (1 - MARGIN) * min(found.default_seconds, times[default]):
-        found.launch = best
+        found.config = best
     else:
         found.seconds = found.default_seconds
     return found
 
 
 def _refusal(trial: Trial) -> str | None:
-    """Why the current launch must not be used, or None."""
+    """Why the current configuration must not be used, or None."""
     from triton.errors import TritonError
 
     try:
@@ -136,8 +136,8 @@ def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
 # ---- decode attention
 
 
-def decode_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, width: int, tile: Launch | None) -> Trial:
-    """Rows at random places in their outputs, on the engine's cache. tile: a launch whose tile to use, or None."""
+def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int, tile: KernelConfig | None) -> Trial:
+    """Rows at random places in their outputs, on the engine's cache. tile: whose tile to use, or None."""
     (sizes, dtype), shape = _sizes(problem), runner.model.config
     rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.state.block_size
     layers = [
@@ -155,10 +155,12 @@ def decode_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, width: 
         q, layer, cache, table = inputs[0]
         few = torch.tensor(sorted({0, rows // 3, rows // 2, rows - 1}), device=runner.state.device)
         held, compact = _gathered(cache, table[few])
-        wanted = reference.decode_attention(q[few].double(), held, compact, lengths[few], layer.attention)
+        wanted = reference.decode_attention(
+            q[few].double(), held, Rows.decoding(compact, lengths[few]), layer.attention
+        )
         return relative_error(result[few], wanted)
 
-    def tiles(best: Launch) -> list[Launch]:
+    def tiles(best: KernelConfig) -> list[KernelConfig]:
         if tile is not None:
             return [best._replace(keys=tile.keys, warps=tile.warps, stages=tile.stages)]
         keys = best.keys
@@ -168,11 +170,11 @@ def decode_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, width: 
         ]  # fmt: skip
         return [best._replace(keys=k, warps=w, stages=s) for k, w, s in choices if k >= 16]
 
-    def splits(best: Launch) -> list[Launch]:
+    def splits(best: KernelConfig) -> list[KernelConfig]:
         return [best._replace(splits=each) for each in powers(best.splits, 1, max(sizes["longest"] // 16, 1), 2)]
 
     calls = [
-        partial(paged_attention.decode_attention, q, cache, table, lengths, layer.attention)
+        partial(paged_attention.decode_attention, q, cache, Rows.decoding(table, lengths), layer.attention)
         for q, layer, cache, table in inputs
     ]
     return Trial(calls, error, [tiles, splits], TOLERANCE[dtype])
@@ -191,7 +193,7 @@ def _decode_inputs(
 PREFILL = ("prefill_attention", "gathered_attention")  # of keys in blocks, and without gaps
 
 
-def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget: int) -> Trial:
+def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: int) -> Trial:
     """As many whole prompts as fit in a step, on the engine's cache."""
     (_, dtype), shape = _sizes(problem), runner.model.config
     tokens = min(traffic.input_len, budget)
@@ -204,6 +206,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget
         for _ in pairs
     ]
     table = _random_table(runner, rows, -(-tokens // runner.state.block_size))
+    whole = Rows(table, lengths, starts, tokens)
 
     def error(result: Tensor) -> float:
         """Compare the first queries of the first row and the last queries of the last row."""
@@ -211,10 +214,10 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget
         held, compact = _gathered(cache, table[[0, -1]])
         q = torch.cat([queries[0][:few], queries[0][-few:]]).double()
         seen, ends = torch.tensor([few, tokens]).to(table), torch.tensor([0, few, 2 * few])
-        wanted = reference.prefill_attention(q, held, compact, seen, ends, few, layer.attention)
+        wanted = reference.prefill_attention(q, held, Rows(compact, seen, ends, few), layer.attention)
         return relative_error(torch.cat([result[:few], result[-few:]]), wanted)
 
-    def tiles(best: Launch) -> list[Launch]:
+    def tiles(best: KernelConfig) -> list[KernelConfig]:
         if dtype == "float32":
             choices = [(16, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)]
         else:
@@ -225,7 +228,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: PlanTraffic, budget
         return [best._replace(rows=r, keys=k, warps=w, stages=s) for r, k, w, s in choices]
 
     calls = [
-        partial(paged_attention.prefill_attention, q, cache, table, lengths, starts, tokens, layer.attention)
+        partial(paged_attention.prefill_attention, q, cache, whole, layer.attention)
         for q, (layer, cache) in zip(queries, pairs, strict=True)
     ]
     return Trial(calls, error, [tiles], TOLERANCE[dtype])
@@ -276,7 +279,7 @@ def _products(model: Model) -> Iterator[tuple[Tensor, dict]]:
 
 
 def _tiles(sizes: dict[str, int]) -> Round:
-    def round_(best: Launch) -> Iterator[Launch]:
+    def round_(best: KernelConfig) -> Iterator[KernelConfig]:
         for tile in powers(best.tile, 1, 16):
             for warps in powers(best.warps, 1, 8):
                 yield best._replace(tile=tile, warps=warps, programs=min(best.programs, -(-sizes["rows"] // tile)))
@@ -287,14 +290,14 @@ def _tiles(sizes: dict[str, int]) -> Round:
 def _programs(sizes: dict[str, int], device: torch.device) -> Round:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
-    def round_(best: Launch) -> Iterator[Launch]:
+    def round_(best: KernelConfig) -> Iterator[KernelConfig]:
         for each in (2, 4, 6, 8, 12, 16):
             yield best._replace(programs=min(each * processors, -(-sizes["rows"] // best.tile)))
 
     return round_
 
 
-def _pieces(best: Launch) -> Iterator[Launch]:
+def _pieces(best: KernelConfig) -> Iterator[KernelConfig]:
     for tile, width, warps in ((4, 1024, 4), (4, 1024, 8), (4, 2048, 8), (8, 512, 4), (8, 1024, 4), (16, 512, 8)):
         yield best._replace(tile=tile, width=width, warps=warps)
 

@@ -99,7 +99,7 @@ def share(method: choosing.MethodFacts, load: Traffic, seconds: float) -> float:
     for _ in range(30):
         middle = (low + high) / 2
         changed = replace(method, alone=middle, few=middle)
-        needed = choosing._seconds(GEMMA_2B, H200, load, changed, None, load.requests, 18_432).total
+        needed = choosing._seconds(GEMMA_2B, H200, load, changed, None, load.concurrency, 18_432).total
         low, high = (middle, high) if needed > seconds else (low, middle)
     return low
 
@@ -240,8 +240,8 @@ def test_it_says_where_a_gpus_rates_come_from():
             "loss must be one of none, low, medium, high",
         ),
         (lambda: recommend(GEMMA_2B, H200, Traffic(1, 1, 1), kv_cache_dtype="int3"), "dtype 'int3' is not one of"),
-        (lambda: Traffic(0, 1, 1), "requests must be a whole number from 1, not 0"),
-        (lambda: Traffic(1, 1.5, 1), "input_tokens must be a whole number from 1, not 1.5"),
+        (lambda: Traffic(0, 1, 1), "concurrency must be a whole number from 1, not 0"),
+        (lambda: Traffic(1, 1.5, 1), "input_len must be a whole number from 1, not 1.5"),
         (lambda: GPU("mine", 1e9, 1e12, {"fp8": 1e12}), "flops_per_s must have bf16, and may have int8 and fp8"),
         (lambda: GPU("mine", 1e9, 0, {"bf16": 1e12}), "bytes_per_s of mine must be above 0, not 0"),
         (

@@ -14,7 +14,6 @@ from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED
-from minillm.runner import plan
 
 AUTO = {"quantization": "auto"}
 GEMMA_2B = PRESETS["gemma-2b"]
@@ -62,7 +61,7 @@ def test_one_request_and_many_get_different_methods(on_gpu):
 
 def test_the_traffic_of_a_plan_counts(on_gpu, logged):
     on_gpu()
-    chosen(traffic=plan.PlanTraffic(100, 20, 3))
+    chosen(traffic=Traffic(3, 100, 20))
     assert "for 3 requests (max_num_seqs) of 100 + 20 tokens" in logged()[0]
 
 

@@ -10,7 +10,7 @@ from minillm import LLM
 from minillm.bench import ablation
 from minillm.bench.ablation import Setting
 from minillm.kv_cache import LayerCache
-from minillm.ops import AttentionOptions, on, reference
+from minillm.ops import AttentionOptions, Rows, on, reference
 
 
 def test_every_setting_is_measured_on_every_workload_here(model_directory, tmp_path, capsys):
@@ -79,8 +79,9 @@ def test_the_ablations_torch_attention_equals_the_reference(window):
     lengths = torch.tensor([9, 5, 16, 0], dtype=torch.int32)
     q = torch.randn(4, 1, 6, 16)
     options = AttentionOptions(0.25, window)
-    found = ablation.torch_attention(q, cache, table, lengths, options)
-    wanted = reference.decode_attention(q, cache, table, lengths, options)
+    rows = Rows.decoding(table, lengths)
+    found = ablation.torch_attention(q, cache, rows, options)
+    wanted = reference.decode_attention(q, cache, rows, options)
     torch.testing.assert_close(found[:3], wanted[:3])
     torch.testing.assert_close(found[3, 0], cache.v[0, 0].repeat_interleave(3, 0), msg="padding sees one key: no NaN")
 

@@ -6,7 +6,7 @@ import torch
 
 from minillm.course import choices, four_bits
 from minillm.kv_cache.layer_cache import LayerCache, quantize
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from minillm.quantization import Mxfp4, Nvfp4, fp4
 from minillm.quantization.methods import straight_through
 from tests.course.references import against
@@ -36,7 +36,7 @@ def _(solution, rng):
     q = drawn(rng, queries, group, dim).float()
     cache = LayerCache(k_codes[None], v_codes[None], k_scales[None], v_scales[None])
     table, length = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
-    wanted = reference.decode_attention(q[None], cache, table, length, AttentionOptions(0.3))[0, 0]
+    wanted = reference.decode_attention(q[None], cache, Rows.decoding(table, length), AttentionOptions(0.3))[0, 0]
     hidden = torch.zeros(group, keys, dtype=torch.bool)
     given = q[0], k_codes[:, 0], k_scales[:, 0], v_codes[:, 0], v_scales[:, 0], hidden, 0.3
     torch.testing.assert_close(solution(*given), wanted)

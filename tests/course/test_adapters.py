@@ -6,7 +6,7 @@ import torch
 import minillm
 from minillm.course import adapters
 from minillm.kv_cache import LayerCache
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from tests.chance import SEED
 
 pytestmark = pytest.mark.explore
@@ -34,7 +34,7 @@ def test_decode_of_several_requests_equals_the_engines(paged, count):
     cache, table, lengths = paged
     lengths = lengths.clamp(min=count)
     q = queries(len(table), count)
-    given = (q, cache, table, lengths, AttentionOptions(0.3))
+    given = (q, cache, Rows.decoding(table, lengths, count), AttentionOptions(0.3))
     got = adapters.gathered(adapters.cached_attention)["decode_attention"](*given)
     torch.testing.assert_close(got, reference.decode_attention(*given))
 
@@ -43,24 +43,25 @@ def test_a_row_without_keys_gives_zeros_without_calling_the_learners_function(pa
     cache, table, _ = paged
     refuse = adapters.gathered(lambda *_, **__: pytest.fail("called"))
     q = queries(3, 1)
-    got = refuse["decode_attention"](q, cache, table, torch.zeros(3, dtype=torch.int32), AttentionOptions(1.0))
+    rows = Rows.decoding(table, torch.zeros(3, dtype=torch.int32))
+    got = refuse["decode_attention"](q, cache, rows, AttentionOptions(1.0))
     assert not got.any()
 
 
 def test_chunks_of_prompts_equal_the_engines(paged):
     cache, table, lengths = paged
     q, starts = queries(9), torch.tensor([0, 2, 8, 9], dtype=torch.int32)
-    given = (q, cache, table, lengths, starts)
-    got = adapters.gathered(adapters.cached_attention)["prefill_attention"](*given, 6, AttentionOptions(0.3))
-    torch.testing.assert_close(got, reference.prefill_attention(*given, 6, AttentionOptions(0.3)))
+    given = (q, cache, Rows(table, lengths, starts, 6), AttentionOptions(0.3))
+    got = adapters.gathered(adapters.cached_attention)["prefill_attention"](*given)
+    torch.testing.assert_close(got, reference.prefill_attention(*given))
 
 
 def test_whole_prompts_run_on_an_attention_without_a_cache(paged):
     cache, table, lengths = paged
     starts = torch.tensor([0, 5, 13, 14], dtype=torch.int32)
-    given = (queries(14), cache, table, lengths, starts)
-    got = adapters.gathered_prompts(adapters.attention)["prefill_attention"](*given, 8, AttentionOptions(0.3))
-    torch.testing.assert_close(got, reference.prefill_attention(*given, 8, AttentionOptions(0.3)))
+    given = (queries(14), cache, Rows(table, lengths, starts, 8), AttentionOptions(0.3))
+    got = adapters.gathered_prompts(adapters.attention)["prefill_attention"](*given)
+    torch.testing.assert_close(got, reference.prefill_attention(*given))
 
 
 def test_an_attention_without_a_cache_rejects_a_chunk(paged):
@@ -68,7 +69,7 @@ def test_an_attention_without_a_cache_rejects_a_chunk(paged):
     starts = torch.tensor([0, 2, 8, 9], dtype=torch.int32)
     run = adapters.gathered_prompts(adapters.attention)["prefill_attention"]
     with pytest.raises(ValueError, match="2 queries over 5 keys.*enable_prefix_caching=False"):
-        run(queries(9), cache, table, lengths, starts, 6, AttentionOptions(1.0))
+        run(queries(9), cache, Rows(table, lengths, starts, 6), AttentionOptions(1.0))
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"soft_cap": 50.0}])
@@ -80,7 +81,8 @@ def test_window_and_soft_cap_are_passed_only_if_the_model_has_them(paged, option
         seen.append(given)
         return q
 
-    adapters.gathered(watch)["decode_attention"](queries(3, 1), cache, table, lengths, AttentionOptions(0.5, **options))
+    rows = Rows.decoding(table, lengths)
+    adapters.gathered(watch)["decode_attention"](queries(3, 1), cache, rows, AttentionOptions(0.5, **options))
     assert seen == [{"scale": 0.5, **options}] * 3
 
 

@@ -26,7 +26,7 @@ from minillm.kv_cache import BlockPool, LayerCache, OutOfBlocks
 from minillm.kv_cache import block_pool as kv_cache
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from minillm.request import Request
 from minillm.scheduler import Scheduler
 from minillm.scheduler.policies import FirstComeFirstServed, StaticBatching
@@ -318,7 +318,7 @@ def _(solution, rng):
     kv_heads, group = rng.randint(1, 2), rng.randint(1, 4)
     cache, table, lengths = paged(rng, 2, kv_heads, 16, 16)
     q = drawn(rng, 2, 1, kv_heads * group, 16, dtype=torch.float32)
-    wanted = reference.decode_attention(q, cache, table, lengths, AttentionOptions(0.25))
+    wanted = reference.decode_attention(q, cache, Rows.decoding(table, lengths), AttentionOptions(0.25))
     device = kernel_device()
     cache = LayerCache(cache.k.to(device), cache.v.to(device))
     found = solution(
@@ -463,5 +463,5 @@ def _(solution, rng):
     for row, length in enumerate(lengths.tolist()):
         k[row, length:], v[row, length:] = torch.nan, torch.nan
     scale = 10 ** rng.uniform(-1, 2)
-    wanted = reference.decode_attention(q[:, None], cache, table, lengths, AttentionOptions(scale))
+    wanted = reference.decode_attention(q[:, None], cache, Rows.decoding(table, lengths), AttentionOptions(scale))
     torch.testing.assert_close(solution(q, k, v, lengths, scale), wanted[:, 0], rtol=1e-3, atol=1e-4)

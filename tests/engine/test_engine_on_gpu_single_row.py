@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.model.batch import Batch, Rows
+from minillm.model.batch import Batch
+from minillm.ops import Rows
 from tests.chance import SEED
 
 pytestmark = [
@@ -104,10 +105,10 @@ class Driver:
             position = torch.tensor([at - 1], device="cuda")
             block = self.runner.state.block_table[0, 0, (at - 1) // 16].long()
             table = self.runner.state.block_table[:, :1]
-            rows = Rows(1, table, torch.tensor([at], **ints), torch.tensor([0, 1], **ints), 1)
+            rows = Rows.of_groups(table, torch.tensor([at], **ints), torch.tensor([0, 1], **ints), 1)
             slots = (block * 16 + (at - 1) % 16).view(1, 1)
             token = self.runner.state.tokens[0, at - 1 : at].long()
-            batch = Batch(token, position, slots, rows, None, None)
+            batch = Batch(token, position, slots, rows, (), None)
             found.append(self.model.logits(self.model.forward(batch, self.runner.caches)))
         return torch.cat(found)
 

@@ -47,7 +47,7 @@ def test_a_product_of_codes(tokens, rows, columns, kind, device):
 
 def test_small_matrices_are_split_and_pieces_stay_within_a_group():
     launches = {
-        name: few_rows.default_launch(*sizes, 132)
+        name: few_rows.default_config(*sizes, 132)
         for name, sizes in {
             "qkv": (2560, 2048, 128, 16), "down": (2048, 16384, 128, 16), "gate_up": (32768, 2048, 128, 16),
             "many rows of x": (2560, 2048, 128, 64), "small groups": (2560, 2048, 96, 16),

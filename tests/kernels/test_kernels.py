@@ -10,10 +10,10 @@ import torch
 
 from minillm import ops
 from minillm.kv_cache import LayerCache
-from minillm.model.batch import Batch, Rows
+from minillm.model.batch import Batch
 from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from minillm.quantization import DenseWeight
 from tests.kernels.compare import DTYPES, assert_close, assert_truncated, double, paged_cache, random_tensor, rotations
 
@@ -153,8 +153,8 @@ def test_decode_attention(heads, kv_heads, dim, block_size, dtype, window, soft_
     cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
     q = random_tensor(3, queries, heads, dim, dtype=dtype, device=device)
     options = AttentionOptions(dim**-0.5, window, soft_cap)
-    got = kernels.decode_attention(q, cache, table, lengths, options)
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, options)
+    got = kernels.decode_attention(q, cache, Rows.decoding(table, lengths, queries), options)
+    wanted = reference.decode_attention(q.double(), double(cache), Rows.decoding(table, lengths, queries), options)
     assert_close("decode_attention", got, wanted, dtype)
 
 
@@ -176,8 +176,10 @@ def test_long_rows_are_split_and_combined(window, device, monkeypatch):
     monkeypatch.setattr(paged_attention, "combine_kernel", Seen())
     if window:  # a window is too short to be split on its own
         monkeypatch.setattr(paged_attention, "decode_splits", lambda *_: 4)
-    got = kernels.decode_attention(q, cache, table, lengths, AttentionOptions(0.3, window))
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, AttentionOptions(0.3, window))
+    got = kernels.decode_attention(q, cache, Rows.decoding(table, lengths), AttentionOptions(0.3, window))
+    wanted = reference.decode_attention(
+        q.double(), double(cache), Rows.decoding(table, lengths), AttentionOptions(0.3, window)
+    )
     assert combined, "no row was split"
     assert_close("decode_attention", got, wanted, torch.float32)
 
@@ -185,8 +187,8 @@ def test_long_rows_are_split_and_combined(window, device, monkeypatch):
 def test_large_scores_do_not_overflow(device):
     cache, table, lengths = paged_cache([40], 1, 64, 16, torch.float32, device)
     q = random_tensor(1, 1, 2, 64, dtype=torch.float32, device=device, scale=1e3)
-    got = kernels.decode_attention(q, cache, table, lengths, AttentionOptions(1.0))
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, AttentionOptions(1.0))
+    got = kernels.decode_attention(q, cache, Rows.decoding(table, lengths), AttentionOptions(1.0))
+    wanted = reference.decode_attention(q.double(), double(cache), Rows.decoding(table, lengths), AttentionOptions(1.0))
     assert_close(
         "decode_attention, large scores", got, wanted, torch.float32, times=100
     )  # the scores are in the thousands, so their rounding error is larger
@@ -195,7 +197,7 @@ def test_large_scores_do_not_overflow(device):
 def test_a_row_of_length_0_gets_zeros_and_affects_no_other_row(device):
     cache, table, lengths = paged_cache([0, 9], 1, 64, 16, torch.float32, device)
     q = random_tensor(2, 1, 2, 64, dtype=torch.float32, device=device)
-    got = kernels.decode_attention(q, cache, table, lengths, AttentionOptions(0.1))
+    got = kernels.decode_attention(q, cache, Rows.decoding(table, lengths), AttentionOptions(0.1))
     assert (got[0] == 0).all() and not got.isnan().any()
 
 
@@ -211,8 +213,8 @@ def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
     q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
     options = AttentionOptions(dim**-0.5, window, soft_cap)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, max(queries), options)
-    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, max(queries), options)
+    got = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, max(queries)), options)
+    wanted = reference.prefill_attention(q.double(), double(cache), Rows(table, lengths, starts, max(queries)), options)
     assert_close("prefill_attention", got, wanted, dtype)
 
 
@@ -225,9 +227,9 @@ def test_the_padding_of_a_captured_step_gets_zeros_and_changes_nothing(dtype, wi
     starts = torch.tensor([0, 5, 6, 6, 6, 6 + padding], dtype=torch.int32, device=device)
     q = random_tensor(6 + padding, 4, 64, dtype=dtype, device=device)
     options = AttentionOptions(0.125, window)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, 40, options)
+    got = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, 40), options)
     alone = kernels.prefill_attention(
-        q[:6].contiguous(), cache, table[:2], lengths[:2], starts[:3], max(queries), options
+        q[:6].contiguous(), cache, Rows(table[:2], lengths[:2], starts[:3], max(queries)), options
     )
     assert got[:6].equal(alone) and not got[6:].any()
 
@@ -250,11 +252,11 @@ def test_keys_stored_unrotated_are_rotated_when_read(heads, kv_heads, dim, block
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
     plain = AttentionOptions(dim**-0.5, window)
     rotating = replace(plain, rotary=rotary)
-    got = kernels.decode_attention(q[:3, None], cache, table, lengths, rotating)
-    wanted = reference.decode_attention(q[:3, None].double(), rotated_cache, table, lengths, plain)
+    got = kernels.decode_attention(q[:3, None], cache, Rows.decoding(table, lengths), rotating)
+    wanted = reference.decode_attention(q[:3, None].double(), rotated_cache, Rows.decoding(table, lengths), plain)
     assert_close("decode_attention, keys rotated on read", got, wanted, dtype)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, max(queries), rotating)
-    wanted = reference.prefill_attention(q.double(), rotated_cache, table, lengths, starts, max(queries), plain)
+    got = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, max(queries)), rotating)
+    wanted = reference.prefill_attention(q.double(), rotated_cache, Rows(table, lengths, starts, max(queries)), plain)
     assert_close("prefill_attention, keys rotated on read", got, wanted, dtype)
 
 
@@ -263,8 +265,10 @@ def test_decode_of_several_layer_groups_reads_its_own_table(device):
     wide = torch.zeros(2, 2, table.shape[1] + 3, dtype=torch.int32, device=device)
     wide[1, :, : table.shape[1]] = table
     q = random_tensor(2, 1, 2, 64, dtype=torch.float32, device=device)
-    got = kernels.decode_attention(q, cache, wide[1][:, : table.shape[1]], lengths, AttentionOptions(0.1))
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, AttentionOptions(0.1))
+    got = kernels.decode_attention(
+        q, cache, Rows.decoding(wide[1][:, : table.shape[1]], lengths), AttentionOptions(0.1)
+    )
+    wanted = reference.decode_attention(q.double(), double(cache), Rows.decoding(table, lengths), AttentionOptions(0.1))
     assert_close("decode_attention", got, wanted, torch.float32)
 
 
@@ -409,8 +413,8 @@ def logits_of(model, device):
         torch.randint(96, (8,)).to(device),
         positions,
         slots.expand(groups, -1),
-        Rows(2, table[:, :2], torch.tensor([6, 10], **ints), torch.tensor([0, 1, 2], **ints), 1),
-        Rows(6, table[:, 2:], torch.tensor([9], **ints), torch.tensor([0, 6], **ints), 6),
+        Rows.of_groups(table[:, :2], torch.tensor([6, 10], **ints), torch.tensor([0, 1, 2], **ints), 1),
+        Rows.of_groups(table[:, 2:], torch.tensor([9], **ints), torch.tensor([0, 6], **ints), 6),
         None,
     )
     with torch.inference_mode():

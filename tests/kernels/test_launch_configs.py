@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minillm.kv_cache import LayerCache
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 
 launch_configs = pytest.importorskip("minillm.kernels.launch_configs")
 paged_attention = pytest.importorskip("minillm.kernels.paged_attention", reason="triton is not installed here")
@@ -35,8 +35,8 @@ def decode_inputs(device):
     return torch.randn(2, 1, 4, 32, device=device), cache, table, torch.tensor([90, 33], device=device).int()
 
 
-def decode(q, cache, table, lengths):
-    return paged_attention.decode_attention(q, cache, table, lengths, AttentionOptions(0.2))
+def decode(q, cache, table, lengths, module=paged_attention):
+    return module.decode_attention(q, cache, Rows.decoding(table, lengths), AttentionOptions(0.2))
 
 
 def test_decode_attention_looks_up_its_problem_and_uses_the_tuned_launch(device, monkeypatch):
@@ -53,7 +53,7 @@ def test_decode_attention_looks_up_its_problem_and_uses_the_tuned_launch(device,
         found = decode(*inputs)
     assert spy.seen[0]["grid"] == (2, 1, 2)
     assert (spy.seen[0]["KEYS"], spy.seen[0]["SPLITS"]) == (32, 2)
-    torch.testing.assert_close(found, reference.decode_attention(*inputs, AttentionOptions(0.2)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, decode(*inputs, reference), rtol=1e-4, atol=1e-5)
 
 
 def test_prefill_attention_uses_the_tuned_launch(device, monkeypatch):
@@ -61,13 +61,13 @@ def test_prefill_attention_uses_the_tuned_launch(device, monkeypatch):
     q = torch.randn(40, 4, 32, device=device)
     lengths, starts = torch.tensor([30, 25], device=device).int(), torch.tensor([0, 30, 40], device=device).int()
     with launch_configs.listening() as asked:
-        paged_attention.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
+        paged_attention.prefill_attention(q, cache, Rows(table, lengths, starts, 30), AttentionOptions(0.2))
     (problem, default), *_ = asked.items()
     spy = Spy(paged_attention, "prefill_kernel", monkeypatch)
     with launch_configs.using({problem: default._replace(rows=64, keys=16)._asdict()}):
-        found = paged_attention.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
+        found = paged_attention.prefill_attention(q, cache, Rows(table, lengths, starts, 30), AttentionOptions(0.2))
     assert (spy.seen[0]["ROWS"], spy.seen[0]["KEYS"]) == (64, 16)
-    wanted = reference.prefill_attention(q, cache, table, lengths, starts, 30, AttentionOptions(0.2))
+    wanted = reference.prefill_attention(q, cache, Rows(table, lengths, starts, 30), AttentionOptions(0.2))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -92,10 +92,10 @@ def test_a_single_row_product_uses_the_tuned_launch(columns, kernel, measured, l
 
 
 def test_a_launch_table_applies_only_to_its_block_thread_and_problem():
-    default = single_row.LongLaunch(8, 1024, 8)
+    default = single_row.LongRowsConfig(8, 1024, 8)
     table = {launch_configs.problem("long_rows", rows=1): {"tile": 4, "width": 512, "warps": 2}}
     with launch_configs.using(table):
-        assert launch_configs.tuned("long_rows", default, rows=1) == single_row.LongLaunch(4, 512, 2)
+        assert launch_configs.tuned("long_rows", default, rows=1) == single_row.LongRowsConfig(4, 512, 2)
         assert launch_configs.tuned("long_rows", default, rows=2) is default
         elsewhere = []
         thread = threading.Thread(target=lambda: elsewhere.append(launch_configs.tuned("long_rows", default, rows=1)))

@@ -5,7 +5,7 @@ import torch
 
 from minillm.kv_cache import LayerCache
 from minillm.kv_cache.layer_cache import CacheSpec, quantize, widened
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from tests.kernels.compare import COMPILED, assert_close, random_tensor, rotations
 from tests.proofs import pairwise
 from tests.rounded_cache import rounded
@@ -197,8 +197,13 @@ def test_decode_attention(name, heads, kv_heads, dim, block_size, dtype, window,
         AttentionOptions(dim**-0.5, window, soft_cap),
         AttentionOptions(dim**-0.5, rotary=rotations(table.shape[1] * block_size, dim, device).to(dtype)),
     ):
-        wanted = reference.decode_attention(q.double(), cache, table, lengths, options)
-        assert_close("decode_attention", kernels.decode_attention(q, cache, table, lengths, options), wanted, dtype)
+        wanted = reference.decode_attention(q.double(), cache, Rows.decoding(table, lengths), options)
+        assert_close(
+            "decode_attention",
+            kernels.decode_attention(q, cache, Rows.decoding(table, lengths), options),
+            wanted,
+            dtype,
+        )
 
 
 @pairwise({"name": FORMATS, LAYOUT: LAYOUTS, "first": {"gathered first": True, "in registers": False}})
@@ -212,7 +217,7 @@ def test_prefill_attention(name, heads, kv_heads, dim, block_size, dtype, window
         AttentionOptions(dim**-0.5, window, soft_cap),
         AttentionOptions(dim**-0.5, rotary=rotations(table.shape[1] * block_size, dim, device).to(dtype)),
     ):
-        given = cache, table, lengths, starts, max(queries), options
+        given = cache, Rows(table, lengths, starts, max(queries)), options
         wanted = reference.prefill_attention(q.double(), *given)
         # gathered, keys and values are rounded once more
         assert_close("prefill_attention", kernels.prefill_attention(q, *given), wanted, dtype, times=1 + first)
@@ -240,7 +245,9 @@ def test_one_rows_attention_reads_codes_and_writes_the_new_token(name, heads, kv
     reference.write_kv(k, v, wanted_cache, slot[None])
     for scales in (cache.k_scale, cache.v_scale):
         scales.view(-1, kv_heads)[slot] = torch.nan  # it must not be read before it is written
-    wanted = reference.decode_attention(q[:, None].double(), wanted_cache, table, lengths, AttentionOptions(0.2))[:, 0]
+    wanted = reference.decode_attention(
+        q[:, None].double(), wanted_cache, Rows.decoding(table, lengths), AttentionOptions(0.2)
+    )[:, 0]
     attend = single_row.RowAttention(heads, kv_heads, dim, torch.device(device))
     for _ in range(2):  # the second run uses the workspace as the first left it
         out = attend(qkv, rotary, cache, table, lengths, 0.2)
@@ -257,7 +264,7 @@ def test_gathered_keys_are_followed_by_zeros_without_what_was_in_memory(name, de
     cache, table, lengths = written(name, [19, 1], 1, 32, 8, F32, device)
     q = random_tensor(20, 2, 32, dtype=F32, device=device)
     starts = torch.tensor([0, 19, 20], dtype=torch.int32, device=device)
-    given = cache, table, lengths, starts, 19, AttentionOptions(0.2)
+    given = cache, Rows(table, lengths, starts, 19), AttentionOptions(0.2)
     wanted = reference.prefill_attention(q.double(), *given)
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nothing was written to is then NaN
@@ -276,7 +283,7 @@ def test_a_rows_nan_stays_its_own(gathered, device, monkeypatch):
     cache.v[table[1].long()] = torch.nan
     q = random_tensor(32, 2, 32, dtype=F32, device=device)
     starts = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
-    found = kernels.prefill_attention(q, cache, table, lengths, starts, 16, AttentionOptions(0.2))
+    found = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, 16), AttentionOptions(0.2))
     assert found[:16].isfinite().all() and found[16:].isnan().all()
 
 
@@ -321,7 +328,8 @@ def test_products_in_float16_stay_in_its_range(name, scales, splits, rotated, fl
     options = AttentionOptions(1 / scales[0] / scales[1], rotary=rotary)
     for queries in (1, 3):
         few = q[:queries, :, None].expand(-1, -1, 2, -1).reshape(1, queries, 4, 32).to(BF16)
-        given = cache, table, torch.tensor([70], dtype=torch.int32, device=device), options
+        rows = Rows.decoding(table, torch.tensor([70], dtype=torch.int32, device=device), queries)
+        given = cache, rows, options
         wanted = reference.decode_attention(few.double(), *given)
         assert_close("decode_attention", kernels.decode_attention(few, *given), wanted, BF16)
 

@@ -92,7 +92,7 @@ def test_a_product_of_int8_rows(tokens, rows, columns, device):
 
 
 def test_large_tiles_need_about_as_many_as_processors():
-    tiles = [quantized_inputs.default_launch(*sizes, 132).tile for sizes in ((2048, 2560), (512, 2048), (128, 32768))]
+    tiles = [quantized_inputs.default_config(*sizes, 132).tile for sizes in ((2048, 2560), (512, 2048), (128, 32768))]
     assert tiles == [128, 64, 128]
 
 

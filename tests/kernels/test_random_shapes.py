@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minillm.kv_cache import LayerCache
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from tests.chance import SEED
 from tests.kernels.compare import (
     COMPILED,
@@ -76,8 +76,13 @@ def test_decode_attention_of_ragged_rows(heads, kv_heads, dim, block_size, dtype
     cache, table, lengths = paged_cache(lengths, kv_heads, dim, block_size, dtype, device)
     q = random_tensor(len(lengths), queries, heads, dim, dtype=dtype, device=device)
     options = AttentionOptions(dim**-0.5, window, soft_cap)
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, options)
-    assert_close("decode_attention", kernels.decode_attention(q, cache, table, lengths, options), wanted, dtype)
+    wanted = reference.decode_attention(q.double(), double(cache), Rows.decoding(table, lengths, queries), options)
+    assert_close(
+        "decode_attention",
+        kernels.decode_attention(q, cache, Rows.decoding(table, lengths, queries), options),
+        wanted,
+        dtype,
+    )
 
 
 @draws
@@ -92,8 +97,8 @@ def test_prefill_attention_of_ragged_chunks(
     starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
     q = random_tensor(sum(queries), heads, dim, dtype=dtype, device=device)
     options = AttentionOptions(dim**-0.5, window, soft_cap)
-    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, max(queries), options)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, max(queries), options)
+    wanted = reference.prefill_attention(q.double(), double(cache), Rows(table, lengths, starts, max(queries)), options)
+    got = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, max(queries)), options)
     assert_close("prefill_attention", got, wanted, dtype)
 
 
@@ -183,10 +188,12 @@ def test_blocks_beyond_2_gi_elements_are_addressed_correctly(device):
     q = random_tensor(45, 8, dim, dtype=BF16, device=device)
     small_table = torch.arange(3, dtype=torch.int32, device=device)[None]
     options = AttentionOptions(0.1)
-    wanted = reference.decode_attention(q[None, -1:].double(), double(small), small_table, lengths, options)
-    got = kernels.decode_attention(q[None, -1:], cache, table, lengths, options)
+    wanted = reference.decode_attention(
+        q[None, -1:].double(), double(small), Rows.decoding(small_table, lengths), options
+    )
+    got = kernels.decode_attention(q[None, -1:], cache, Rows.decoding(table, lengths), options)
     assert_close("decode_attention", got, wanted, BF16)
     starts = torch.tensor([0, 45], dtype=torch.int32, device=device)
-    wanted = reference.prefill_attention(q.double(), double(small), small_table, lengths, starts, 45, options)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, 45, options)
+    wanted = reference.prefill_attention(q.double(), double(small), Rows(small_table, lengths, starts, 45), options)
+    got = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, 45), options)
     assert_close("prefill_attention", got, wanted, BF16)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, paged_cache, random_tensor, released
 from tests.proofs import pairwise
 
@@ -33,9 +33,9 @@ def test_decode_never_reads_a_released_block(
     cache, table, lengths = paged_cache(LENGTHS, kv_heads, DIM, BLOCK_SIZE, dtype, device)
     q = random_tensor(len(LENGTHS), queries, heads, DIM, dtype=dtype, device=device)
     options = AttentionOptions(DIM**-0.5, window, soft_cap)
-    wanted = reference.decode_attention(q.double(), double(cache), table, lengths, options)
+    wanted = reference.decode_attention(q.double(), double(cache), Rows.decoding(table, lengths, queries), options)
     cache, table = released(cache, table, lengths, queries, window, entries)
-    got = kernels.decode_attention(q, cache, table, lengths, options)
+    got = kernels.decode_attention(q, cache, Rows.decoding(table, lengths, queries), options)
     assert_close("decode_attention, blocks released", got, wanted, dtype)
 
 
@@ -47,7 +47,7 @@ def test_prefill_never_reads_a_released_block(dtype, heads, kv_heads, soft_cap, 
     starts = torch.tensor([0, *queries.cumsum(0)], dtype=torch.int32, device=device)
     q = random_tensor(int(queries.sum()), heads, DIM, dtype=dtype, device=device)
     options = AttentionOptions(DIM**-0.5, window, soft_cap)
-    wanted = reference.prefill_attention(q.double(), double(cache), table, lengths, starts, 19, options)
+    wanted = reference.prefill_attention(q.double(), double(cache), Rows(table, lengths, starts, 19), options)
     cache, table = released(cache, table, lengths, queries, window, entries)
-    got = kernels.prefill_attention(q, cache, table, lengths, starts, 19, options)
+    got = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, 19), options)
     assert_close("prefill_attention, blocks released", got, wanted, dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minillm.kv_cache import LayerCache
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, random_tensor, rotations
 
 single_row = pytest.importorskip("minillm.kernels.single_row", reason="triton is not installed here")
@@ -103,7 +103,9 @@ def test_attention_of_one_row_and_the_key_and_value_it_writes(heads, kv_heads, d
     wanted_cache = LayerCache(k_cache.clone(), v_cache.clone())
     reference.write_kv(k, v, wanted_cache, slot[None])
     options = AttentionOptions(0.2)
-    wanted = reference.decode_attention(q[:, None].double(), double(wanted_cache), table, lengths, options)[:, 0]
+    wanted = reference.decode_attention(
+        q[:, None].double(), double(wanted_cache), Rows.decoding(table, lengths), options
+    )[:, 0]
     # The content after the row's length and in the new token's slot must not matter.
     for cache in (k_cache, v_cache):
         cache.view(-1, kv_heads, dim)[slot] = float("nan")

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.kv_cache.layer_cache import CacheSpec, LayerCache, quantize
-from minillm.ops import AttentionOptions, cpu, on, reference
+from minillm.ops import AttentionOptions, Rows, cpu, on, reference
 
 BLOCKS, BLOCK, KV_HEADS, DIM = 7, 4, 2, 16
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -106,18 +106,21 @@ def test_attention_over_codes_equals_attention_over_their_values(module, name, o
     table = torch.tensor([[3, 1, 6], [0, 5, 0]], dtype=torch.int32)
     lengths = torch.tensor([11, 6], dtype=torch.int32)
     q = torch.randn(2, 1, 6, DIM, dtype=torch.float64)
-    wanted = reference.decode_attention(q, twin, table, lengths, options)
-    torch.testing.assert_close(run.decode_attention(q, cache, table, lengths, options), wanted, rtol=1e-6, atol=1e-9)
+    wanted = reference.decode_attention(q, twin, Rows.decoding(table, lengths), options)
+    torch.testing.assert_close(
+        run.decode_attention(q, cache, Rows.decoding(table, lengths), options), wanted, rtol=1e-6, atol=1e-9
+    )
     starts, q = torch.tensor([0, 7, 9], dtype=torch.int32), torch.randn(9, 6, DIM, dtype=torch.float64)
-    wanted = reference.prefill_attention(q, twin, table, lengths, starts, 7, options)
-    found = run.prefill_attention(q, cache, table, lengths, starts, 7, options)
+    wanted = reference.prefill_attention(q, twin, Rows(table, lengths, starts, 7), options)
+    found = run.prefill_attention(q, cache, Rows(table, lengths, starts, 7), options)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("which", ["k_scale", "v_scale"])
 def test_attention_reads_both_scales(which):
     cache, *_ = filled(torch.int8)
-    given = torch.tensor([[3, 1]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32), AttentionOptions(0.2)
+    rows = Rows.decoding(torch.tensor([[3, 1]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32))
+    given = rows, AttentionOptions(0.2)
     q = torch.randn(1, 1, 4, DIM)
     before = on("cpu").decode_attention(q, cache, *given)
     getattr(cache, which).mul_(0.01)

@@ -14,10 +14,11 @@ from minillm import ops
 from minillm.advice.sizing import kv_bytes_per_token
 from minillm.kv_cache import LayerCache
 from minillm.model import Model
-from minillm.model.batch import Batch, Rows
+from minillm.model.batch import Batch
 from minillm.model.config import PRESETS, ModelConfig
 from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
+from minillm.ops import Rows
 from tests import models
 from tests.chance import SEED
 
@@ -77,16 +78,16 @@ class Paged:
             None if every else torch.tensor(last),
         )
 
-    def _rows(self, part: dict[int, list[int]]) -> Rows | None:
+    def _rows(self, part: dict[int, list[int]]) -> tuple[Rows, ...]:
         if not part:
-            return None
+            return ()
         sizes = [len(tokens) for tokens in part.values()]
         table = torch.zeros(self.groups, len(part), max(len(self.tables[row]) for row in part), dtype=torch.int32)
         for index, row in enumerate(part):
             table[:, index, : len(self.tables[row])] = torch.tensor(self.tables[row])
         lengths = torch.tensor([self.lengths[row] for row in part], dtype=torch.int32)
         starts = torch.tensor([0, *sizes]).cumsum(0).int()
-        return Rows(sum(sizes), table, lengths, starts, max(sizes))
+        return Rows.of_groups(table, lengths, starts, max(sizes))
 
 
 def generate(paged: Paged, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from minillm import ops
 from minillm.kv_cache import LayerCache
 from minillm.model.config import PRESETS
 from minillm.model.decoder import rotary_table
-from minillm.ops import AttentionOptions, cpu, reference
+from minillm.ops import AttentionOptions, Rows, cpu, reference
 from minillm.quantization import DenseWeight
 from tests.chance import SEED
 from tests.kernels.compare import released
@@ -74,7 +74,7 @@ def test_decode_attention_equals_its_definition(lengths, heads, kv_heads, window
     cache, table, sizes = paged(lengths, kv_heads=kv_heads)
     q = torch.randn(len(lengths), 1, heads, 16, dtype=torch.float64)
     for function in (reference.decode_attention, cpu.decode_attention):
-        got = function(q, cache, table, sizes, AttentionOptions(0.3, window, soft_cap))
+        got = function(q, cache, Rows.decoding(table, sizes), AttentionOptions(0.3, window, soft_cap))
         for row, length in enumerate(lengths):
             k, v = row_of(cache, table, row, length)
             assert_close(got[row], naive_attention(q[row], k, v, [length - 1], 0.3, window, soft_cap))
@@ -90,8 +90,10 @@ def test_fast_decode_attention_equals_the_reference(lengths, heads, kv_heads, wi
     lengths = [max(length, queries) for length in lengths]
     cache, table, sizes = paged(lengths, kv_heads=kv_heads, dtype=dtype, poison=poison)
     q = torch.randn(len(lengths), queries, heads, 16, dtype=dtype)
-    want = reference.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window))
-    assert_close(cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window)), want)
+    want = reference.decode_attention(q, cache, Rows.decoding(table, sizes, queries), AttentionOptions(0.3, window))
+    assert_close(
+        cpu.decode_attention(q, cache, Rows.decoding(table, sizes, queries), AttentionOptions(0.3, window)), want
+    )
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -101,9 +103,13 @@ def test_fast_decode_attention_caps_scores_by_itself(lengths, window, queries, m
     """What unused slots hold is finite here: at a NaN the reference would run instead."""
     cache, table, sizes = paged(lengths, kv_heads=2, poison=1e30)
     q = torch.randn(len(lengths), queries, 4, 16, dtype=torch.float64)
-    want = reference.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window, 1.5))
+    want = reference.decode_attention(
+        q, cache, Rows.decoding(table, sizes, queries), AttentionOptions(0.3, window, 1.5)
+    )
     monkeypatch.setattr(reference, "decode_attention", None)
-    assert_close(cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3, window, 1.5)), want)
+    assert_close(
+        cpu.decode_attention(q, cache, Rows.decoding(table, sizes, queries), AttentionOptions(0.3, window, 1.5)), want
+    )
 
 
 @pytest.mark.parametrize("module", [reference, cpu])
@@ -121,13 +127,13 @@ def test_keys_stored_unrotated_are_rotated_by_their_place_in_the_row(lengths, mo
     q = torch.randn(len(lengths), 1, 4, 16, dtype=torch.float64)
     plain = AttentionOptions(0.3, 9 if len(lengths) > 4 else None)
     rotating = replace(plain, rotary=rotary)
-    want = reference.decode_attention(q, rotated, table, sizes, plain)
-    assert_close(module.decode_attention(q, cache, table, sizes, rotating), want)
+    want = reference.decode_attention(q, rotated, Rows.decoding(table, sizes), plain)
+    assert_close(module.decode_attention(q, cache, Rows.decoding(table, sizes), rotating), want)
     queries = [min(length, 1 + row % 3) for row, length in enumerate(lengths)]
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     q = torch.randn(sum(queries), 4, 16, dtype=torch.float64)
-    want = reference.prefill_attention(q, rotated, table, sizes, starts, max(queries), plain)
-    assert_close(module.prefill_attention(q, cache, table, sizes, starts, max(queries), rotating), want)
+    want = reference.prefill_attention(q, rotated, Rows(table, sizes, starts, max(queries)), plain)
+    assert_close(module.prefill_attention(q, cache, Rows(table, sizes, starts, max(queries)), rotating), want)
 
 
 def test_operations_run_outside_an_engine_after_running_inside_one():
@@ -136,9 +142,9 @@ def test_operations_run_outside_an_engine_after_running_inside_one():
     q = torch.randn(1, 1, 4, 16, dtype=torch.float64)
     cpu._scratch.kept = None
     with torch.inference_mode():
-        inside = cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3))
+        inside = cpu.decode_attention(q, cache, Rows.decoding(table, sizes), AttentionOptions(0.3))
     assert cpu._scratch.kept is not None, "the input is too small for a buffer to be kept"
-    assert cpu.decode_attention(q, cache, table, sizes, AttentionOptions(0.3)).equal(inside)
+    assert cpu.decode_attention(q, cache, Rows.decoding(table, sizes), AttentionOptions(0.3)).equal(inside)
 
 
 def test_rows_of_very_different_length_are_split_to_limit_padding():
@@ -153,7 +159,8 @@ def test_rows_of_very_different_length_are_split_to_limit_padding():
 @pytest.mark.parametrize("lengths", [[0, 5], [0, 0]])
 def test_a_row_without_keys_gives_zeros(function, lengths):
     cache, table, sizes = paged(lengths, kv_heads=1)
-    got = function(torch.randn(2, 1, 4, 16, dtype=torch.float64), cache, table, sizes, AttentionOptions(1.0))
+    q = torch.randn(2, 1, 4, 16, dtype=torch.float64)
+    got = function(q, cache, Rows.decoding(table, sizes), AttentionOptions(1.0))
     assert not got[0].any() and got.isfinite().all()
 
 
@@ -175,7 +182,7 @@ def test_prefill_attention_equals_its_definition(chunks, heads, kv_heads, window
     q = torch.randn(sum(queries), heads, 16, dtype=torch.float64)
     options = AttentionOptions(0.3, window, soft_cap)
     for function in (reference.prefill_attention, cpu.prefill_attention):
-        got = function(q, cache, table, sizes, starts, max(queries), options)
+        got = function(q, cache, Rows(table, sizes, starts, max(queries)), options)
         for row, (length, count) in enumerate(chunks):
             part = slice(starts[row], starts[row + 1])
             k, v = row_of(cache, table, row, length)
@@ -195,23 +202,23 @@ def test_blocks_that_left_a_window_are_never_read(module, heads, kv_heads, windo
         cache, table, sizes = paged(lengths, kv_heads=kv_heads)
         for queries in (1, 3):
             q = torch.randn(len(lengths), queries, heads, 16, dtype=torch.float64)
-            want = reference.decode_attention(q, cache, table, sizes, options)
-            left = released(cache, table, sizes, queries, window, entries)
-            assert_close(module.decode_attention(q, *left, sizes, options), want)
+            want = reference.decode_attention(q, cache, Rows.decoding(table, sizes, queries), options)
+            left, rest = released(cache, table, sizes, queries, window, entries)
+            assert_close(module.decode_attention(q, left, Rows.decoding(rest, sizes, queries), options), want)
         starts = torch.tensor([0, *chunks]).cumsum(0).int()
         q = torch.randn(sum(chunks), heads, 16, dtype=torch.float64)
-        want = reference.prefill_attention(q, cache, table, sizes, starts, max(chunks), options)
-        left = released(cache, table, sizes, torch.tensor(chunks), window, entries)
-        assert_close(module.prefill_attention(q, *left, sizes, starts, max(chunks), options), want)
+        want = reference.prefill_attention(q, cache, Rows(table, sizes, starts, max(chunks)), options)
+        left, rest = released(cache, table, sizes, torch.tensor(chunks), window, entries)
+        assert_close(module.prefill_attention(q, left, Rows(rest, sizes, starts, max(chunks)), options), want)
 
 
 def test_attention_in_half_precision_sums_in_float32():
     cache, table, sizes = paged([70, 33], kv_heads=1, dtype=torch.float32)
     q = torch.randn(2, 1, 4, 16)
-    want = reference.decode_attention(q, cache, table, sizes, AttentionOptions(0.3))
+    want = reference.decode_attention(q, cache, Rows.decoding(table, sizes), AttentionOptions(0.3))
     for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
         half = LayerCache(cache.k.to(dtype), cache.v.to(dtype))
-        got = cpu.decode_attention(q.to(dtype), half, table, sizes, AttentionOptions(0.3))
+        got = cpu.decode_attention(q.to(dtype), half, Rows.decoding(table, sizes), AttentionOptions(0.3))
         assert got.dtype == dtype
         torch.testing.assert_close(got.float(), want, rtol=0, atol=tolerance)
 

@@ -98,16 +98,25 @@ def test_an_attention_override_may_take_the_models_options_as_keywords(operation
         return q
 
     options = AttentionOptions(0.5, window=3)
-    tensors, rest = [torch.ones(2)] * (4 if operation == "decode_attention" else 5), (options,)
-    if operation == "prefill_attention":
-        rest = (9, options)
+    rows = ops.Rows(*[torch.ones(2)] * 3, max_queries=9)
     with minillm.using(**{operation: plain}) as used:
-        assert getattr(ops.on("cpu"), operation)(*tensors, *rest).equal(torch.ones(2))
+        assert getattr(ops.on("cpu"), operation)(torch.ones(2), None, rows, options).equal(torch.ones(2))
     assert seen == {"scale": 0.5, "window": 3} | ({"max_queries": 9} if operation == "prefill_attention" else {})
     assert used.calls[operation] == 1
+
+
+def test_an_attention_override_may_take_any_options_without_naming_one():
+    def plain(q, cache, block_table, lengths, **more):
+        return lengths, more
+
+    lengths = torch.ones(2)
+    rows = ops.Rows(torch.ones(2), lengths, torch.ones(2), max_queries=1)
+    with minillm.using(decode_attention=plain):
+        got, more = ops.on("cpu").decode_attention(torch.ones(2), None, rows, AttentionOptions(0.5))
+    assert got is lengths and more == {"scale": 0.5}
 
 
 def test_an_attention_override_with_the_reference_signature_gets_the_options_object():
     options = AttentionOptions(0.5)
     with minillm.using(decode_attention=lambda *given: given[-1]):
-        assert ops.on("cpu").decode_attention(*[torch.ones(2)] * 4, options) is options
+        assert ops.on("cpu").decode_attention(*[torch.ones(2)] * 3, options) is options

@@ -239,7 +239,7 @@ def test_an_internal_error_keeps_its_traceback(monkeypatch):
 
 def test_a_built_in_exception_counts_as_a_bug_even_if_minillm_raises_it(monkeypatch):
     def broken(*arguments, **options):
-        torch_attention(SimpleNamespace(shape=(1, 2, 1, 1)), None, None, None, None)
+        torch_attention(SimpleNamespace(shape=(1, 2, 1, 1)), None, None, None)
 
     monkeypatch.setattr("minillm.server.serve", broken)
     assert isinstance(run("serve").exception, ValueError)

@@ -183,9 +183,9 @@ def test_a_user_supplied_operation_runs_eagerly_here_even_if_it_is_capturable(ll
     """It may depend on values that a graph pads: the largest number of queries, rows without queries."""
     own, seen = llm.engine.model.ops.prefill_attention, []
 
-    def mine(q, cache, table, lengths, starts, max_queries, options):
-        seen.append((max_queries, lengths.tolist()))
-        return own(q, cache, table, lengths, starts, max_queries, options)
+    def mine(q, cache, rows, options):
+        seen.append((rows.max_queries, rows.lengths.tolist()))
+        return own(q, cache, rows, options)
 
     with minillm.using(capturable=True, prefill_attention=mine):
         llm.generate(PROMPTS, SamplingParams(**PLAIN))

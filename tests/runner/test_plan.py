@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from minillm import LLM
-from minillm.config import EngineConfig
+from minillm.config import EngineConfig, Traffic
 from minillm.errors import ConfigError
 from minillm.kernels import launch_configs
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner import plan
-from minillm.runner.plan import Plan, PlanTraffic
+from minillm.runner.plan import Plan
 
 TINY = read_config(EMBEDDED)
-TRAFFIC = PlanTraffic(input_len=40, output_len=24, concurrency=6)
+TRAFFIC = Traffic(concurrency=6, input_len=40, output_len=24)
 OPTIONS = {"dtype": "float64", "max_num_seqs": 6, "max_num_batched_tokens": 96, "block_size": 8}
 H200 = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 140}
 DECODE = {
@@ -91,7 +91,10 @@ def test_a_plan_for_another_model_shape_is_rejected_before_weights_are_read(tmp_
             "has format 9, but this minillm reads",
         ),
         (lambda text: text.replace('"graphs"', '"grahps"'), "is damaged .*grahps"),
-        (lambda text: text.replace('"input_len": 40', '"input_len": "40"'), "is damaged .input_len must be a whole"),
+        (
+            lambda text: text.replace('"input_len": 40', '"input_len": "40"'),
+            "is damaged .input_len must be a whole",
+        ),
         (lambda text: text.replace('"max_num_seqs": 6', '"max_num_seqs": -6'), "is damaged .max_num_seqs must be"),
         (lambda text: text.replace('"block_size"', '"blok_size"'), "is damaged .*blok_size"),
         (lambda text: text.replace('"keys": 32', '"keys": 33'), "decode_attention has the invalid keys 33"),
@@ -118,8 +121,10 @@ def test_a_plans_launches_are_the_ones_the_kernels_use():
     (key,) = made(launches=[DECODE]).table()
     assert key == launch_configs.problem("decode_attention", **DECODE["sizes"])
     with launch_configs.using(made(launches=[DECODE]).table()):
-        chosen = launch_configs.tuned("decode_attention", paged_attention.Launch(16, 16, 4, 2), **DECODE["sizes"])
-    assert chosen == paged_attention.Launch(**DECODE["launch"])
+        chosen = launch_configs.tuned(
+            "decode_attention", paged_attention.AttentionConfig(16, 16, 4, 2), **DECODE["sizes"]
+        )
+    assert chosen == paged_attention.AttentionConfig(**DECODE["launch"])
     for wrong in ({"kernel": "rms_norm"}, {"launch": {"tile": 4}}):
         with pytest.raises(ConfigError, match="no kernel has a launch"):
             made(launches=[DECODE | wrong]).table()

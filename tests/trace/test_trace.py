@@ -261,9 +261,8 @@ def test_commands_write_traces_and_plans_and_records_omit_the_path(tmp_path):
     from typer.testing import CliRunner
 
     from minillm.cli import app
-    from minillm.config import EngineConfig
+    from minillm.config import EngineConfig, Traffic
     from minillm.model.config import PRESETS
-    from minillm.runner.plan import PlanTraffic
     from minillm.tuning.build import options_of
 
     for command in (["generate", "once"], ["bench", "offline", "--workload", "single", "--requests", "1"]):
@@ -276,7 +275,7 @@ def test_commands_write_traces_and_plans_and_records_omit_the_path(tmp_path):
             json.loads(result.stdout.splitlines()[-1])["results"]
         )
     config = EngineConfig(trace=str(path))
-    assert "trace" not in options_of(config, PRESETS["gemma-2b"], PlanTraffic(8, 8, 8), "cuda")
+    assert "trace" not in options_of(config, PRESETS["gemma-2b"], Traffic(8, 8, 8), "cuda")
 
 
 def test_a_trace_continues_when_user_supplied_classes_replace_the_scheduler():

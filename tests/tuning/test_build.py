@@ -8,10 +8,11 @@ from typer.testing import CliRunner
 
 from minillm import LLM, cli
 from minillm.advice import precision, sizing
+from minillm.config import Traffic
 from minillm.errors import ConfigError
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED, read_config
-from minillm.runner.plan import Plan, PlanTraffic
+from minillm.runner.plan import Plan
 from minillm.tuning import build
 
 TINY = read_config(EMBEDDED)
@@ -34,7 +35,7 @@ def test_without_a_gpu_it_prints_the_memory_and_writes_a_usable_plan(tmp_path):
     assert "Workspace, CUDA graphs and launches were not measured without a GPU." in done.stdout
     plan = Plan.read(out)
     assert (plan.gpu, plan.graphs, plan.launches) == (None, [], [])
-    assert plan.traffic == PlanTraffic(30, 20, 5)
+    assert plan.traffic == Traffic(5, 30, 20)
     assert plan.options == {"block_size": 8, "dtype": "float32", "max_num_seqs": 5, "max_num_batched_tokens": 2048}
     words = ("generate", "Once upon", "--plan", str(out), "--device", "cpu")
     used = CliRunner().invoke(cli.app, [*words, "--max-tokens", "4"])
@@ -52,7 +53,7 @@ def test_a_plan_holds_the_precision_that_was_chosen(tmp_path, monkeypatch):
 
 
 def test_the_memory_reported_for_a_cpu_equals_what_the_engine_uses(tmp_path):
-    plan = Plan.made_here(TINY, PlanTraffic(30, 20, 5), {"dtype": "float32", "block_size": 8, "max_num_seqs": 5}, "cpu")
+    plan = Plan.made_here(TINY, Traffic(5, 30, 20), {"dtype": "float32", "block_size": 8, "max_num_seqs": 5}, "cpu")
     reported = build.on_cpu(TINY, plan)
     with LLM(device="cpu", dtype="float32", block_size=8, max_num_seqs=5) as llm:
         runner = llm.engine.executor.runner

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from minillm import LLM
+from minillm.config import Traffic
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner.cuda_graph import DecodeShape
-from minillm.runner.plan import Plan, PlanTraffic
+from minillm.runner.plan import Plan
 from tests import models
 from tests.emulated_graphs import emulated_graphs
 
@@ -17,7 +18,7 @@ from minillm.kernels import launch_configs, paged_attention, single_row  # noqa:
 from minillm.tuning import planning  # noqa: E402  needs triton
 
 TINY = read_config(EMBEDDED)
-TRAFFIC = PlanTraffic(20, 10, 3)
+TRAFFIC = Traffic(3, 20, 10)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and this engine is not")
 
 
@@ -34,7 +35,7 @@ def runner():
 
 def decode_problem():
     sizes = {"dim": 64, "dtype": "float32", "rows": 16, "programs": 3, "longest": 32}
-    return launch_configs.problem("decode_attention", **sizes), paged_attention.Launch(16, 16, 4, 2, 1)
+    return launch_configs.problem("decode_attention", **sizes), paged_attention.AttentionConfig(16, 16, 4, 2, 1)
 
 
 def product_problem(rows, columns, gated):
@@ -44,7 +45,7 @@ def product_problem(rows, columns, gated):
 
 def prefill_problem():
     problem = launch_configs.problem("prefill_attention", dim=64, dtype="float32", group=4)
-    return problem, paged_attention.Launch(32, 32, 4, 1)
+    return problem, paged_attention.AttentionConfig(32, 32, 4, 1)
 
 
 def every_trial(runner):
@@ -71,12 +72,12 @@ def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(run
 @pytest.mark.parametrize("tokens, kernel", [(16, "prefill_attention"), (64, "gathered_attention")])
 def test_prefill_is_tuned_as_whole_prompts_run_it(tokens, kernel, runner, monkeypatch):
     monkeypatch.setattr(trials, "graph_seconds", lambda calls: 1.0)
-    default = paged_attention.Launch(32, 32, 4, 1)
+    default = paged_attention.AttentionConfig(32, 32, 4, 1)
     asked = {
         launch_configs.problem(name, dim=64, dtype="float32", group=4): default
         for name in ("decode_attention", "prefill_attention", "gathered_attention")
     }
-    (found,) = planning.tune_prefill(runner, PlanTraffic(tokens, 10, 1), asked, budget=64)
+    (found,) = planning.tune_prefill(runner, Traffic(1, tokens, 10), asked, budget=64)
     assert found.problem.kernel == kernel and found.tried > 1 and not found.refused
 
 
@@ -99,7 +100,7 @@ def test_the_fastest_launch_is_found_round_by_round(runner):
     trial = trials.decode_trial(problem, runner, TRAFFIC, 2, None)
     clock = by_launch([({"warps": 8, "stages": 2, "splits": 2}, 0.4), ({"warps": 8, "stages": 2}, 0.7)])
     found = trials.tune(problem, default, trial, clock)
-    assert found.launch == default._replace(warps=8, splits=2, keys=found.launch.keys)
+    assert found.config == default._replace(warps=8, splits=2, keys=found.config.keys)
     assert (found.default_seconds, found.seconds, found.refused) == (1.0, 0.4, {})
 
 
@@ -108,7 +109,7 @@ def test_the_fastest_launch_is_found_round_by_round(runner):
 def test_a_launch_that_is_barely_faster_changes_nothing(runner):
     problem, default = product_problem(384, 256, 0)
     found = trials.tune(problem, default, trials.product_trial(problem, runner), by_launch([({"warps": 4}, 0.99)]))
-    assert found.launch == default and found.seconds == found.default_seconds
+    assert found.config == default and found.seconds == found.default_seconds
 
 
 @interpreted
@@ -125,7 +126,7 @@ def test_a_launch_that_was_fast_only_once_changes_nothing(runner):
         return 0.4 if len(runs) == 1 else 1.0
 
     found = trials.tune(problem, default, trials.decode_trial(problem, runner, TRAFFIC, 2, None), clock)
-    assert found.launch == default and len(runs) > 1
+    assert found.config == default and len(runs) > 1
 
 
 @interpreted
@@ -153,7 +154,7 @@ def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, mo
     seen = []
     trial = trials.product_trial(problem, runner)
     found = trials.tune(problem, default, trial, by_launch([(bad, 0.1), ({"tile": 8}, 0.5)], seen))
-    assert found.launch.tile == 8 and found.launch.warps != 4
+    assert found.config.tile == 8 and found.config.warps != 4
     assert seen and not any(bad.items() <= launch.items() for launch in seen)
     (why,) = {why for launch, why in found.refused.items()}
     assert ("shared memory" if fault == "too large" else "relative error") in why
@@ -161,7 +162,7 @@ def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, mo
 
 def test_a_launch_that_writes_nothing_does_not_pass_with_the_previous_result():
     memory, right = torch.zeros(8), torch.arange(8.0)
-    problem, default = launch_configs.problem("long_rows", rows=8), single_row.LongLaunch(8, 1024, 8)
+    problem, default = launch_configs.problem("long_rows", rows=8), single_row.LongRowsConfig(8, 1024, 8)
 
     def call():
         return memory if launch_configs.tuned("long_rows", default, rows=8).tile == 1 else memory.copy_(right)
@@ -170,13 +171,13 @@ def test_a_launch_that_writes_nothing_does_not_pass_with_the_previous_result():
         [call], lambda result: trials.relative_error(result, right), [lambda best: [best._replace(tile=1)]], 1e-4
     )
     found = trials.tune(problem, default, trial, by_launch([({"tile": 1}, 0.1)]))
-    assert found.launch == default and list(found.refused.values()) == ["relative error nan"]
+    assert found.config == default and list(found.refused.values()) == ["relative error nan"]
 
 
 def test_a_kernel_whose_default_launch_fails_is_an_error():
     problem, default = product_problem(4, 4, 0)
     trial = trials.Trial([lambda: torch.ones(1)], lambda result: 1.0, [], 1e-4)
-    with pytest.raises(RuntimeError, match="whole_rows's default launch .* fails: relative error"):
+    with pytest.raises(RuntimeError, match="whole_rows's default configuration .* fails: relative error"):
         trials.tune(problem, default, trial, lambda calls: 1.0)
 
 
@@ -189,7 +190,7 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
         runner = llm.engine.executor.runner
         graphs = runner.graphs.decodes
         graphs.capture(DecodeShape(1, 16)), graphs.capture(DecodeShape(2, 16))  # as trials of a budget do
-        steps, asked = planning.decode_steps(runner, graphs, PlanTraffic(20, 10, 2))
+        steps, asked = planning.decode_steps(runner, graphs, Traffic(2, 20, 10))
         assert {shape.rows for shape in steps} == {1, 2}
         product = next(problem for problem in asked[(1, 16)] if problem.kernel == "whole_rows")
         record = graphs.captured.record
@@ -201,12 +202,12 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
         monkeypatch.setattr(graphs.captured, "record", recorded)
         default = asked[(1, 16)][product]
         found = trials.TuningResult(product, default, default._replace(warps=8))
-        planning.kept(runner, PlanTraffic(20, 10, 2), steps, asked, [found])
-    assert tables == [{product: found.launch._asdict()}], "only the single row's step looks this product up"
+        planning.kept(runner, Traffic(2, 20, 10), steps, asked, [found])
+    assert tables == [{product: found.config._asdict()}], "only the single row's step looks this product up"
 
 
 def test_every_token_budget_is_measured_on_the_traffic_with_new_prompts(monkeypatch):
-    traffic = PlanTraffic(600, 20, 10)
+    traffic = Traffic(10, 600, 20)
     monkeypatch.setattr(planning, "BUDGETS", (1024, 2048, 8192, 32768))
     seen, ids = [], []
 
@@ -232,7 +233,7 @@ def test_the_round_that_warms_up_counts_for_no_budget(monkeypatch):
     seconds = (100.0, 1.0, 3.0)
     monkeypatch.setattr(planning, "begin_seconds", lambda llm, traffic, requests, seed: seconds[seed])
     llm = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace()))
-    plan = Plan.made_here(TINY, PlanTraffic(600, 20, 10), {"max_num_batched_tokens": 4096}, "cpu")
+    plan = Plan.made_here(TINY, Traffic(10, 600, 20), {"max_num_batched_tokens": 4096}, "cpu")
     rates, _ = planning.budget_rates(llm, plan)
     assert len(rates) > 1 and set(rates.values()) == {10 * 600 / 2.0}
     limited = Plan.made_here(TINY, plan.traffic, plan.options | {"max_prefill_tokens": 512}, "cpu")

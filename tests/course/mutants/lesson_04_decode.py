@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from minillm.course.interpret import INTERPRETED, how_kernels_run
-from minillm.ops import AttentionOptions, reference
+from minillm.ops import AttentionOptions, Rows, reference
 from tests.course.mutants import wrong
 
 
@@ -205,13 +205,13 @@ if how_kernels_run() == INTERPRETED:  # compiled, an address with an error would
 
 @wrong("paged_decode", fails="your own kernel computes the result")
 def without_a_kernel(q, cache, block_table, lengths, *, scale):
-    return reference.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
+    return reference.decode_attention(q, cache, Rows.decoding(block_table, lengths), AttentionOptions(scale))
 
 
 @wrong("paged_decode", fails="your own kernel computes the result")
 def kernel_named_and_not_launched(q, cache, block_table, lengths, *, scale):
     _wrong_kernel  # noqa: B018
-    return reference.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
+    return reference.decode_attention(q, cache, Rows.decoding(block_table, lengths), AttentionOptions(scale))
 
 
 @wrong("paged_decode", fails="your own kernel computes the result")
@@ -219,7 +219,7 @@ def the_engines_kernel(q, cache, block_table, lengths, *, scale):
     from minillm.kernels import paged_attention
 
     _wrong_kernel  # noqa: B018
-    return paged_attention.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
+    return paged_attention.decode_attention(q, cache, Rows.decoding(block_table, lengths), AttentionOptions(scale))
 
 
 if how_kernels_run() == INTERPRETED:
@@ -227,4 +227,4 @@ if how_kernels_run() == INTERPRETED:
     @wrong("paged_decode", fails="your own kernel computes the result")
     def kernel_launched_and_its_result_dropped(q, cache, block_table, lengths, *, scale):
         _with("none")(q, cache, block_table, lengths, scale=scale)
-        return reference.decode_attention(q, cache, block_table, lengths, AttentionOptions(scale))
+        return reference.decode_attention(q, cache, Rows.decoding(block_table, lengths), AttentionOptions(scale))
