@@ -18,51 +18,41 @@ class Cache(Protocol):
 
 
 class RowArguments(Protocol):
-    """The rows whose queries attend, and where their keys are. Decode attention reads the first two alone."""
+    """The rows whose queries attend, and where their keys are. Decode attention reads the first two alone.
+
+    block_table  [rows, blocks] int32: each row's blocks in order
+    lengths      [rows] int32: the keys that a row's last query sees, its own included
+    query_start  [rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]
+    max_queries  upper bound of a row's queries
+    """
 
     @property
-    def block_table(self) -> torch.Tensor:
-        """[rows, blocks] int32: each row's blocks in order."""
-        ...
-
+    def block_table(self) -> torch.Tensor: ...
     @property
-    def lengths(self) -> torch.Tensor:
-        """[rows] int32: the keys that a row's last query sees, its own included."""
-        ...
-
+    def lengths(self) -> torch.Tensor: ...
     @property
-    def query_start(self) -> torch.Tensor:
-        """[rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]."""
-        ...
-
+    def query_start(self) -> torch.Tensor: ...
     @property
-    def max_queries(self) -> int:
-        """Upper bound of a row's queries."""
-        ...
+    def max_queries(self) -> int: ...
 
 
 class AttentionArguments(Protocol):
-    """How a layer's attention differs from plain attention. An option that it does not use is None."""
+    """How a layer's attention differs from plain attention. An option that it does not use is None.
+
+    scale     scores are q k^T multiplied by this
+    window    a query sees this many of the newest keys, its own included
+    soft_cap  scores become soft_cap * tanh(score / soft_cap)
+    rotary    [positions, 2, d], contiguous: the cache holds keys before their rotation, and attention rotates them
+    """
 
     @property
-    def scale(self) -> float:
-        """Scores are q k^T multiplied by this."""
-        ...
-
+    def scale(self) -> float: ...
     @property
-    def window(self) -> int | None:
-        """A query sees this many of the newest keys, its own included."""
-        ...
-
+    def window(self) -> int | None: ...
     @property
-    def soft_cap(self) -> float | None:
-        """Scores become soft_cap * tanh(score / soft_cap)."""
-        ...
-
+    def soft_cap(self) -> float | None: ...
     @property
-    def rotary(self) -> torch.Tensor | None:
-        """[positions, 2, d], contiguous: the cache holds keys before their rotation, and attention rotates them."""
-        ...
+    def rotary(self) -> torch.Tensor | None: ...
 
 
 def check_strides(cache: Cache) -> None:

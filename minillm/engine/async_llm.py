@@ -329,7 +329,7 @@ class AsyncLLM:
         self.failed_steps = 0 if self._attempt(self.engine.step) else self.failed_steps + 1
 
     def _attempt(self, work: Callable[[], object]) -> bool:
-        """Whether it worked; if not, all requests end with the error."""
+        """Run `work` and return whether it succeeded; if it raised, all requests end with the error."""
         listening = list(self._listening.values())
         try:
             work()

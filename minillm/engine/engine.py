@@ -337,7 +337,7 @@ class Engine:
             self._watched[row] = tracked
 
     def _scheduled(self, row: int, step: Step) -> None:
-        """The first step of a request that has just got `row`."""
+        """Record when a request got `row`, and how many of its tokens were cached."""
         request = self.scheduler.requests[row]
         assert request is not None, "a new row has a request"
         tracked = self.tracked[request.request_id]
@@ -385,7 +385,7 @@ class Engine:
                 self._finish(self.tracked[request.request_id])
 
     def _look_at(self, tracked: Tracked, row: int, tokens: list[int], results: Results) -> None:
-        """Text, stop strings and log-probabilities of new tokens."""
+        """Add new tokens to a request's text and log-probabilities, and look for stop strings."""
         request, completion = tracked.request, tracked.completion
         completion.token_ids += tokens
         logprobs = None

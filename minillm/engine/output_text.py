@@ -43,7 +43,7 @@ class OutputText:
     def add(self, ids: Sequence[int], reason: str | None = None) -> int:
         """Take new tokens; returns how many belong to the output: none after the one that completes a stop string.
 
-        reason: why the last of them is the last, "stop" where it is a stop token, which is no part of the text.
+        reason: why the output ends with them, None if it does not. "stop": the last is a stop token and adds no text.
         """
         one_by_one = bool(self._stop) or self.offsets is not None
         if not one_by_one:
@@ -60,7 +60,7 @@ class OutputText:
         return len(ids)
 
     def end(self) -> None:
-        """There are no more tokens: what was held back is text."""
+        """Release the text that was held back, because no more tokens follow."""
         if not self._ended:
             self.text += self._detokenizer.flush()
             self._ended = True
@@ -90,14 +90,14 @@ class OutputText:
 
     @property
     def _safe(self) -> int:
-        """Characters that are text whatever comes."""
+        """How many characters later tokens cannot turn into a stop string."""
         if self._ended:
             return len(self.text)
         return len(self.text) - max((_overlap(self.text, string) for string in self._stop), default=0)
 
 
 def _first_stop(text: str, before: int, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Where the earliest stop string begins that ends after `before` characters, and which it is."""
+    """Find the earliest stop string that ends after `before` characters: its place and itself."""
     found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in stop]
     return min((pair for pair in found if pair[0] >= 0), default=None)
 

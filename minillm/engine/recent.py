@@ -6,7 +6,7 @@ from itertools import accumulate
 
 
 class Recent:
-    """The newest values, for percentiles of what happens now: a histogram's are of all that ever happened."""
+    """Keeps the newest values, for current percentiles; a histogram's cover everything since the start."""
 
     def __init__(self, most: int = 1024):
         self._newest: deque[tuple[float, int]] = deque(maxlen=most)  # (value, how often)

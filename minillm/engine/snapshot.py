@@ -83,7 +83,7 @@ class Snapshot:
         """The map of blocks: what each cell holds, and how many of its blocks are used.
 
         A cell with used blocks holds its lowest row's number, or SHARED or LEAVING if no row alone holds a block in it.
-        Of a cell without, only the first block is looked at: FREE or CACHED.
+        A cell without used blocks is FREE or CACHED, as its first block is.
         """
         total = self.stats["blocks"]
         owner = np.full(len(self.cached) * self.per_cell, np.iinfo(np.int64).max)

@@ -41,12 +41,12 @@ class Tracked:
 
     @property
     def watched(self) -> bool:
-        """Whether each of its tokens must be looked at as it comes."""
+        """Whether the engine must read each token of the request as soon as it arrives."""
         known = self.listener is not None or self.output is not None or self.completion.logprobs is not None
         return self.request.generates and (known or self.request.matcher is not None)
 
     def gained(self, token_ids: list[int], logprobs: list | None) -> Delta:
-        """These tokens, which are the latest, and the text since the last call; with the result, if it has ended."""
+        """Return a delta of the latest tokens and the text since the last call; with the result if it has ended."""
         done, before = self.completion, len(self.completion.token_ids) - len(token_ids)
         text = "" if self.output is None else self.output.new()
         ended = None if done.finish_reason is None else done

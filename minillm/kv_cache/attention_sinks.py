@@ -92,7 +92,7 @@ class StreamTables(BlockTables):
         return np.maximum(computed // self.block_size + 1 - self.stream.max_blocks, 0)[None]
 
     def pending(self, computed: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Only up to the next eviction: within a step, each key of a row must keep its position."""
+        """Stop at the next eviction, because each key of a row must keep its position within a step."""
         end = np.maximum(computed // self.block_size + 1, self.stream.max_blocks) * self.block_size
         return np.minimum(known, end) - computed
 
@@ -100,7 +100,7 @@ class StreamTables(BlockTables):
         return self.gone[0, rows]
 
     def findable(self, row: int, full: int) -> int:
-        """None after an eviction: then columns are no longer the prefix's blocks, and their tokens saw fewer keys."""
+        """Return 0 after an eviction: the columns no longer hold the prefix, and their tokens saw fewer keys."""
         return 0 if self.gone[0, row] else full
 
     def of(self, row: int) -> np.ndarray:
@@ -110,7 +110,7 @@ class StreamTables(BlockTables):
         return np.zeros((1, len(rows)), np.int32), self.held[:, rows] - self.gone[:, rows]
 
     def find_prefix(self, pool: BlockPool, keys: Sequence[bytes]) -> list[list[int]]:
-        """As the base class, but leaves at least one block of a full row to compute, which then gets a column."""
+        """As the base class, but leaves at least one block of a full row to compute, so that it has a column."""
         return super().find_prefix(pool, keys[: self.stream.max_blocks - 1])
 
     def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:

@@ -68,7 +68,7 @@ class BlockTables:
         return self.blocks[:, row, : len(columns)].T[mine]
 
     def holdings(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Who holds what: (rows [m], blocks [m]), a pair for each block that each of these rows [n] holds."""
+        """List the blocks that these rows [n] hold: (rows [m], blocks [m]), a pair for each block of each row."""
         first, after = self._columns(rows)
         at, columns = _spans(first.ravel(), after.ravel())
         groups, places = np.divmod(at, len(rows))
@@ -110,7 +110,7 @@ class BlockTables:
         return [block for group in range(self.groups) for block in pool.lookup([group_key(key, group)])]
 
     def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:
-        """What a request of `known` tokens needs, `count` of which run after those in `shared`.
+        """Compute what a request of `known` tokens needs if `count` of them run after those in `shared`.
 
         Returns the columns of each group's table [groups], and how many new blocks must be available: those for now and
         those that it will need later.

@@ -156,7 +156,7 @@ class Model:
         return self.ops.hadamard(found) if "residual" in self.config.rotations else found
 
     def places(self, batch: Batch) -> Places:
-        """Where the tokens of a batch are, which all layers read."""
+        """Look up where the tokens of a batch are, for all layers."""
         cos_sin = self.rotary[batch.positions]
         local = cos_sin if self.local_rotary is None else self.local_rotary[batch.positions]
         return Places(cos_sin, local, batch.slots.unbind())
@@ -171,10 +171,10 @@ class Model:
         cache: LayerCache,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One decoder layer: its output, and the residual stream that the output is still to be added to.
+        """Run one decoder layer. Returns its output and the residual stream, which are not added yet.
 
-        x, residual: the same two of the layer before, [tokens, hidden]; before the first layer, x is None. The sum is
-        left to the norm that follows, which computes both in one step.
+        x, residual: the results of the layer before, [tokens, hidden]; before the first layer, x is None. The norm that
+        follows adds them, because it computes the sum and its norm in one step.
         wanted: [samples] int64, the tokens whose states are returned; None: all.
         """
         run, eps = self.ops, self.config.rms_norm_eps

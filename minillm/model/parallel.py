@@ -1,4 +1,4 @@
-"""What a model needs of the other GPUs that hold shards of it; nothing for a model on one GPU.
+"""The collectives that connect the shards of a model on several GPUs; on one GPU they do nothing.
 
 Every GPU (rank) holds some of the heads, of the MLP's inner columns and of the vocabulary, and computes with them what
 `Model` computes for the whole model. The results of a row of a matrix are whole; those of `attention_out` and `down`,

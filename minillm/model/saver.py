@@ -40,7 +40,7 @@ COPIED_FILES = (
 
 
 def save_model(model: Model, source: Path, directory: Path, dtype: torch.dtype | None = None) -> int:
-    """Write a model's parameters and configuration; the bytes of the parameters.
+    """Write a model's parameters and configuration. Returns the bytes of the parameters.
 
     source     the directory of the model that it was made from: its configuration and tokenizer are copied
     directory  where to write; it must not exist, or be empty
@@ -148,7 +148,7 @@ def _config(model: Model, source: Path, dtype: torch.dtype) -> dict[str, Any]:
 def _write(tensors: dict[str, Tensor], config: dict[str, Any], source: Path, directory: Path) -> None:
     """Write all files to a temporary directory, then move them; config.json last.
 
-    So an interrupted call never leaves a partial model: without its config.json, a directory is none.
+    An interrupted call never leaves a partial model, because a directory without config.json is not a model.
     """
     with tempfile.TemporaryDirectory(prefix=".minillm-", dir=directory) as place:
         staging = Path(place)

@@ -1,11 +1,10 @@
 """Operations in sequence that a device may run in fewer kernels.  Lessons 07 and 08.
 
-A model calls these where a product reads what a norm or a gated activation has just computed. They mean no more than
-the operations one after another: what `minillm.using` replaces is called. But if the product quantizes its inputs and
-all of the operations are the engine's own, the first may write codes instead of numbers that a kernel of its own would
-quantize. Likewise, keys may be rotated and written to the cache in one kernel. A device has a function of the
-composition's name for that, which returns None for what its kernels do not support: weights whose products take no
-codes.
+A model calls these where a product reads what a norm or a gated activation has just computed. Each is equivalent to
+calling its operations in sequence, including any that `minillm.using` replaced. If the product quantizes its inputs and
+all of the operations are the engine's own, the first one writes codes directly, which saves a kernel. Likewise, keys
+may be rotated and written to the cache in one kernel. A device may implement a composition under the same name. It
+returns None for weights that its kernels do not support.
 """
 
 from collections.abc import Callable
@@ -22,12 +21,12 @@ COMPOSITIONS = ("normed_linear", "gated_linear", "rotary_write")
 
 
 class Compositions(Parts, Operations):
-    """Sequences of the current operations. They are no entries of the table: their operations are."""
+    """Sequences of the current operations. The table lists the operations, not the sequences."""
 
     fused: dict[str, Callable]  # the functions of the device, by the names of compositions
 
     def normed(self, x: Tensor | None, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum; of the residual alone if x is None."""
+        """Return the norm of x + residual, and the sum. x=None: the norm of the residual alone, and the residual."""
         if x is None:
             return self.rms_norm(residual, norm, eps), residual
         return self.add_rms_norm(x, residual, norm, eps)

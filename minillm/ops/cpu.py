@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache, indexable, widened
 from minillm.quantization import DenseWeight, Int8Weight
-from minillm.quantization.methods.hadamard import transform
+from minillm.quantization.methods.hadamard import transform as hadamard  # noqa: F401  in two small products
 
 from . import reference
 from .by_weight import ByWeight
@@ -82,11 +82,6 @@ def rotary_embedding(q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Ten
 def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin.unsqueeze(1).unbind(2)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def hadamard(x: Tensor, inverse: bool = False) -> Tensor:
-    """As the reference, in two small products."""
-    return transform(x, inverse)
 
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:

@@ -53,7 +53,7 @@ class OperationSet(Compositions):
 
 
 def _with_options(name: str, function: Callable) -> Callable:
-    """A user-supplied operation with the engine's signature.
+    """Return a user-supplied operation with the engine's signature.
 
     An attention function may take tensors in place of `Rows`, and its options as keywords, of which it needs only those
     that the model has: decode_attention(q, cache, block_table, lengths, *, scale), with window=, soft_cap= and rotary=

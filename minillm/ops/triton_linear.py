@@ -111,7 +111,7 @@ def _fp8(weight: Fp8Weight) -> Product | None:
 
 
 def _int4(weight: Int4Weight) -> Product | None:
-    """Multiply what the codes stand for, in bf16."""
+    """Multiply in bf16, after the inputs' codes are dequantized."""
     if weight.dtype != bfloat16 or weight.matrix is None or not few_rows.takes(weight.matrix):
         return None
     return lambda x: _weight_only(x.dequantize(weight.dtype), weight)

@@ -133,7 +133,7 @@ class LocalExecutor:
     def _tuned(self) -> Iterator[None]:
         """Use the plan's launch configurations inside the block.
 
-        They are in a table of the thread's, because an operation's arguments say nothing of the engine that calls it.
+        They are kept in a thread-local table, because an operation's arguments do not tell which engine calls it.
         """
         with launch_configs.using(self._table):
             yield

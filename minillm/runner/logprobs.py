@@ -61,7 +61,7 @@ def widened(logits: Tensor) -> Tensor:
 def of_sampled(state: RowState, logits: Tensor, places: np.ndarray, rows: np.ndarray, sampled: Tensor) -> list[Scores]:
     """Scores for those rows [n] that ask for them, grouped by the number they ask for. places: [n] into logits.
 
-    Those of rows without a token (-1) mean nothing.
+    Scores of rows without a token (-1) are meaningless.
     """
     wanted = state.logprobs[rows]
     found = []

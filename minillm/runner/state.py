@@ -86,7 +86,7 @@ class RowState:
     def store(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> Tensor:
         """Write each row's new token [n] to its position in the row. Returns them as the next step's inputs.
 
-        For -1, no token, that is 0: the row's request is about to end, but steps that run ahead still look it up.
+        A missing token (-1) is stored as 0: its request is about to end, but steps that run ahead still look it up.
         """
         tokens = tokens.clamp(min=0)
         if len(rows):

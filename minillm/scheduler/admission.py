@@ -22,7 +22,7 @@ class Refusal:
 def admit(self: "Scheduler", budget: int) -> tuple[list[tuple[int, int]], Refusal | None]:
     """Move waiting requests into rows while budget, rows and blocks last.
 
-    Returns (row, tokens to run) of each, and why the policy or the pool kept out the next one; None: they did not.
+    Returns (row, tokens to run) of each, and why the next one was kept out, None if none was.
     """
     admitted: list[tuple[int, int]] = []
     if not self.policy.admits(len(self.order)):

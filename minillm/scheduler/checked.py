@@ -155,7 +155,7 @@ class CheckedPool:
             self.part.check(holders)
 
     def are_cached(self, blocks: Iterable[int]) -> list[bool]:
-        """False for each block if the user-supplied pool does not tell."""
+        """Return False for each block if the user-supplied pool lacks the method."""
         return self.part.are_cached(blocks) if hasattr(self.part, "are_cached") else [False for _ in blocks]
 
     def watch_evictions(self, on_evict: Callable[[int], None]) -> None:
@@ -202,7 +202,7 @@ class StatefulParts(Parts):
 
 
 def made(own: Callable, *arguments: Any) -> Any:
-    """The engine's own."""
+    """Make the engine's own part."""
     return own(*arguments)
 
 
@@ -215,7 +215,7 @@ def _parts_here() -> list[Parts]:
 
 
 def _each(*calls: Callable) -> None:
-    """What a stub raises; any other mistake is left for the engine to show, where it happens."""
+    """Make each call and raise a stub's NotSolvedYet. Ignore other errors: the engine shows them where they happen."""
     for call in calls:
         try:
             call()

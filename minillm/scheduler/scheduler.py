@@ -70,7 +70,7 @@ class Scheduler:
         self._start(BlockPool(num_blocks) if pool is None else pool)
 
     def _start(self, pool: BlockPool) -> None:
-        """Nothing waits, no row is taken, and no block of `pool` is used."""
+        """Start with an empty queue, free rows and an unused `pool`."""
         rows, self.pool = self.max_num_seqs, pool
         self.requests: list[Request | None] = [None] * rows
         if self.stream is None:
@@ -138,10 +138,10 @@ class Scheduler:
         self.trace.finish(request, row, self.launched)
 
     def reset(self, requests: Iterable[Request], pool: BlockPool) -> None:
-        """Abort these requests, which are all there are, give up every step in flight, and go on with an empty pool.
+        """Abort these requests, which must be all, give up every step in flight, and go on with an empty pool.
 
-        After a failure: what failed steps were to write is not there, and the old pool, which may be what failed, is
-        asked for nothing.
+        It is called after a failure. What the failed steps were to write is missing. The old pool is not called, since
+        it may be the part that failed.
         """
         for request in requests:
             row = request.row
@@ -321,7 +321,7 @@ class Scheduler:
         return ended
 
     def _reject(self, step: Step, accepted: np.ndarray) -> None:
-        """What was launched for tokens that are not the rows' next ones is neither known nor computed."""
+        """Take back the tokens that were launched but not accepted: they are neither known nor computed."""
         decoding = np.nonzero(step.samples)[0] < step.decodes
         rows, count = step.sampling_rows[decoding], step.queries_per_decode - accepted[decoding]
         going = self.confirmed[rows] > 0
@@ -329,7 +329,7 @@ class Scheduler:
         self.computed[rows[going]] -= count[going]
 
     def _confirm(self, rows: np.ndarray, sampled: np.ndarray) -> list[Request]:
-        """Each row's next token; returns the requests that it ends."""
+        """Append each row's next token; returns the requests that it ends."""
         if self.stream and len(rows):
             self._keep_tokens(int(self.confirmed[rows].max()))
         self.tokens[rows, self.confirmed[rows]] = sampled
@@ -354,10 +354,10 @@ class Scheduler:
         return ended
 
     def fail(self, request: Request) -> bool:
-        """A running request's logits are not numbers: end it. Returns whether it has ended.
+        """End a running request whose logits are not numbers. Returns whether it has ended.
 
-        Keys and values of its tokens may hold NaN, so none of its prefix stays in the cache. Those that it found there
-        may be to blame, as another request wrote them. Then it is computed again, once, without the prefix cache.
+        Keys and values of its tokens may hold NaN, so none of its prefix stays in the cache. If it found a part of its
+        prefix there, another request may have written the NaN: then it is computed again, once, without the cache.
         """
         retry, request.alone = request.borrowed, True
         blocks = [block for key in request.keys for block in self.tables.blocks_of(self.pool, key)]
@@ -480,5 +480,5 @@ class Scheduler:
 
 
 def _name(part: object) -> str:
-    """A user-supplied part is known by its own class's name, not its wrapper's."""
+    """Return a part's class name; for a user-supplied part not the wrapper's, but its own."""
     return getattr(part, "name", type(part).__name__)
