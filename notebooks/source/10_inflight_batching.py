@@ -198,7 +198,7 @@ of the rectangle is padding. Below, packed: the same tokens in one line, one row
 # matrix multiplication or an MLP does not care which request a token belongs to. So the engine concatenates the tokens
 # of all rows into one *ragged batch* of shape `[tokens, hidden]`, without a batch dimension. Only attention needs to
 # know where each row begins and ends (`query_start`) and which blocks of the cache hold its keys (`block_table`, lesson
-# 09): see `Rows` in `minillm/model/batch.py`.
+# 09): see `Rows` in `minillm/ops/signatures.py`.
 #
 # **Predict first.** Suppose every step of the whole in-flight run were padded to a rectangle. What fraction of all
 # positions would be padding?
