@@ -45,6 +45,7 @@ from .protocol import (
 )
 from .responses import Answer, ChatForm, CompletionForm, Echo, dumps, usage
 from .token_texts import TokenText, TokenTexts, complete_text
+from .wire import Alive, Decode, Encode, Offsets, RenderChat, ShowTokens, State
 
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 
@@ -58,11 +59,11 @@ def create_app(engine: RemoteEngine, address: str, metrics_text: Callable[[], Aw
         title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
     )
     server = _Server(engine)
-    config = engine.config
+    config = engine.facts.config
     app.add_middleware(Methods, routes=app.routes)
     app.add_middleware(
         Gate,
-        key=engine.api_key,
+        key=engine.facts.api_key,
         allowed=hosts(config.allowed_hosts, address),
         client_header=config.client_header,
         pages=origins(config.cors_origins),
@@ -103,7 +104,7 @@ def create_app(engine: RemoteEngine, address: str, metrics_text: Callable[[], Aw
     @app.get("/engine/state")
     async def state() -> Response:
         """What the engine holds now: the numbers that the page at / shows, a few times a second at most."""
-        return Response(await engine.ask("state"), media_type="application/json", headers={"cache-control": "no-store"})
+        return Response(await engine.ask(State()), media_type="application/json", headers={"cache-control": "no-store"})
 
     @app.get("/v1/models")
     async def models() -> dict:
@@ -132,7 +133,7 @@ def create_app(engine: RemoteEngine, address: str, metrics_text: Callable[[], Aw
 
     kserve.add_routes(app, server)
     forms = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *kserve.FORMS)
-    describe(app, forms, engine.vocab_size)
+    describe(app, forms, engine.facts.vocab_size)
     return app
 
 
@@ -141,7 +142,7 @@ class _Server:
 
     def __init__(self, engine: RemoteEngine):
         self.engine = engine
-        self.bodies = BodyReader(engine.max_request_len, engine.config.body_timeout)
+        self.bodies = BodyReader(engine.facts.max_request_len, engine.facts.config.body_timeout)
         self.texts = TokenTexts(engine.tokenizer)
         self.created = int(time.time())
 
@@ -150,35 +151,35 @@ class _Server:
         """The model as /v1/models shows it."""
         engine = self.engine
         return {
-            "id": engine.name,
+            "id": engine.facts.name,
             "object": "model",
             "created": self.created,
             "owned_by": "minillm",
-            "root": engine.name,  # these two as vLLM has them, for its benchmark
+            "root": engine.facts.name,  # these two as vLLM has them, for its benchmark
             "parent": None,
-            "max_model_len": engine.max_model_len,
-            "max_request_len": engine.max_request_len,
-            "vocab_size": engine.vocab_size,
-            "dtype": engine.dtype,
-            "max_num_seqs": engine.max_num_seqs,
+            "max_model_len": engine.facts.max_model_len,
+            "max_request_len": engine.facts.max_request_len,
+            "vocab_size": engine.facts.vocab_size,
+            "dtype": engine.facts.dtype,
+            "max_num_seqs": engine.facts.max_num_seqs,
         }
 
     async def alive(self) -> bool:
         """Whether the engine accepts requests. One that does not even answer this soon does not."""
         try:
             async with asyncio.timeout(HEALTH):
-                return bool(await self.engine.ask("alive"))
+                return await self.engine.ask(Alive())
         except (EngineError, TimeoutError):
             return False
 
     def check_model(self, name: str | None) -> None:
-        if name not in (None, self.engine.name):
-            message = f"unknown model {shown(name)}: this server serves {self.engine.name!r}"
+        if name not in (None, self.engine.facts.name):
+            message = f"unknown model {shown(name)}: this server serves {self.engine.facts.name!r}"
             raise APIError(message, status=404, param="model", code="model_not_found")
 
     def check_choices(self, choices: int, n: int) -> None:
-        if choices > self.engine.capacity:
-            name, held = "n" if n > 1 else "prompt", self.engine.capacity
+        if choices > self.engine.facts.capacity:
+            name, held = "n" if n > 1 else "prompt", self.engine.facts.capacity
             message = f"{name} asks for {choices} choices, but this server's limit is {held}: split the request"
             raise APIError(message, param=name)
 
@@ -217,7 +218,7 @@ class _Server:
         text, in_thread = await self.render(body.messages)
         prompt = await self.tokenize(text, in_thread, special=False, name="messages")
         # An engine that streams past its context accepts longer requests; the default is still the context length.
-        left = min(self.engine.max_request_len - len(prompt.ids or ()), self.engine.max_model_len)
+        left = min(self.engine.facts.max_request_len - len(prompt.ids or ()), self.engine.facts.max_model_len)
         params = body.params(left)
         top = (body.top_logprobs or 0) if body.logprobs else None
         form = ChatForm(self.texts, top, bool(body.return_token_ids), body.n or 1)
@@ -226,19 +227,19 @@ class _Server:
     async def ids_of(self, body: TokenizeRequest) -> Response:
         """The token ids of a text. It may be longer than the context: this is how a client finds out."""
         engine, name = self.engine, "prompt" if body.messages is None else "messages"
-        if not engine.encodes:
+        if not engine.facts.encodes:
             raise APIError("this model has no tokenizer")
         text = body.prompt or "" if body.messages is None else (await self.render(body.messages))[0]
-        readable(len(text), engine.max_request_len, name)
+        readable(len(text), engine.facts.max_request_len, name)
         special = name == "prompt" if body.add_special_tokens is None else body.add_special_tokens
         try:
             if engine.tokenizer is None:
-                ids = await engine.ask("encode", text=text, special=special)
+                ids = await engine.ask(Encode(text, special))
             else:
                 ids = await _run(len(text) >= LONG_TEXT, engine.tokenizer.encode, text, special)
         except (InvalidRequest, TokenizerError) as error:
             raise APIError(f"{name}: {error}", param=name) from None
-        found = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+        found = {"count": len(ids), "max_model_len": engine.facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
             await self._look_up(ids)
             found["token_strs"] = [self.texts.of(each).piece for each in ids]
@@ -246,7 +247,7 @@ class _Server:
 
     async def text_of(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        if not self.engine.encodes:
+        if not self.engine.facts.encodes:
             raise APIError("this model has no tokenizer")
         self._check_ids(body.tokens, "tokens")
         return JSONResponse({"prompt": (await self.echo(body.tokens, len(body.tokens) >= LONG_TEXT)).text})
@@ -272,7 +273,7 @@ class _Server:
         in_thread: tokenize in a thread, because the request's text is long. least: tokens of output that must fit, too.
         """
         engine = self.engine
-        if not engine.encodes:
+        if not engine.facts.encodes:
             raise APIError("this model has no tokenizer: send token ids as the prompt of /v1/completions")
         if engine.tokenizer is None:
             return Prompt(None, text, special)
@@ -280,12 +281,12 @@ class _Server:
             ids = await _run(in_thread, engine.tokenizer.encode, text, special)
         except TokenizerError as error:
             raise APIError(f"{name}: {error}", param=name.split()[0]) from None
-        room(len(ids), engine.max_request_len, name, least)
+        room(len(ids), engine.facts.max_request_len, name, least)
         return Prompt(ids, text, special)
 
     def check_lengths(self, prompts: Sequence[str | list[int]], least: int) -> None:
         """Reject prompts that cannot fit before doing any work on them."""
-        limit = self.engine.max_request_len
+        limit = self.engine.facts.max_request_len
         for place, prompt in enumerate(prompts):
             name = one_of(len(prompts), place)
             if isinstance(prompt, str):
@@ -296,20 +297,20 @@ class _Server:
 
     def _check_ids(self, ids: list[int], name: str) -> None:
         for token in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= token < self.engine.vocab_size:
-                message = f"{name}: token id {shown(token)} is outside the vocabulary of {self.engine.vocab_size}"
+            if not 0 <= token < self.engine.facts.vocab_size:
+                message = f"{name}: token id {shown(token)} is outside the vocabulary of {self.engine.facts.vocab_size}"
                 raise APIError(message, param=name.split()[0])
 
     async def render(self, conversation: Sequence[Message]) -> tuple[str, bool]:
         """A conversation, formatted with the model's chat template, and whether it is so long as to need a thread."""
         engine, messages = self.engine, turns(conversation)
         length = sum(len(message["content"]) for message in messages)
-        readable(length, engine.max_request_len, "messages")
+        readable(length, engine.facts.max_request_len, "messages")
         in_thread = length >= LONG_TEXT
         try:
             if engine.tokenizer is not None:
                 return await _run(in_thread, engine.tokenizer.apply_chat_template, messages), in_thread
-            return await engine.ask("template", messages=messages) if engine.encodes else "", in_thread
+            return await engine.ask(RenderChat(messages)) if engine.facts.encodes else "", in_thread
         except (InvalidRequest, TokenizerError) as error:
             raise APIError(str(error), param="messages") from error
         except Exception as error:  # a template may raise any exception
@@ -319,10 +320,10 @@ class _Server:
         """A prompt's text; if the text `goes_on`, without an incomplete character at its end."""
         if isinstance(prompt, str):
             return Echo(prompt, True)
-        if not self.engine.encodes:
+        if not self.engine.facts.encodes:
             return Echo("", False)
         if self.engine.tokenizer is None:
-            return Echo(await self.engine.ask("decode", ids=prompt), False)
+            return Echo(await self.engine.ask(Decode(prompt)), False)
         decode = complete_text if goes_on else Tokenizer.decode
         return Echo(await _run(in_thread, decode, self.engine.tokenizer, prompt), False)
 
@@ -337,7 +338,8 @@ class _Server:
     ) -> Response:
         """The response: one JSON document, or a stream of events."""
         usages, options = body.stream_usage(), body.options()
-        answer, source = Answer(form.kind, self.engine.name), self.engine.stream(prompts, params, form.n, options, True)
+        answer = Answer(form.kind, self.engine.facts.name)
+        source = self.engine.stream(prompts, params, form.n, options, True)
         count = len(prompts) * form.n
         if body.stream:
             # Wait for the first delta here: an error before it can still set the HTTP status.
@@ -410,19 +412,19 @@ class _Server:
         self, form: CompletionForm | ChatForm, index: int, gained: Delta | Completion, done: Completion
     ) -> None:
         """Ask the engine's process what log-probabilities show of tokens, if only it has the tokenizer."""
-        if self.engine.tokenizer is not None or not self.engine.encodes or gained.logprobs is None:
+        if self.engine.tokenizer is not None or not self.engine.facts.encodes or gained.logprobs is None:
             return
         entries = itertools.chain(gained.logprobs, done.prompt_logprobs or ())
         await self._look_up(itertools.chain(done.prompt_token_ids, *(each for each in entries if each is not None)))
         place, ids = index // form.n, done.prompt_token_ids
         if isinstance(form, CompletionForm) and form.echoes is not None and place not in form.located:
             text, written = form.echoes[place]
-            form.located[place] = await self.engine.ask("offsets", ids=ids, prompt=text, written=written)
+            form.located[place] = await self.engine.ask(Offsets(ids, text, written))
 
     async def _look_up(self, ids: Iterable[int]) -> None:
         """Ask the engine's process for the text of tokens, if only it has the tokenizer."""
         if unknown := self.texts.unknown(ids):
-            found = await self.engine.ask("tokens", ids=unknown)
+            found = await self.engine.ask(ShowTokens(unknown))
             self.texts.seen |= {token: TokenText(*entry) for token, entry in zip(unknown, found, strict=True)}
 
 

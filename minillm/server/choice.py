@@ -8,10 +8,12 @@ from minillm.engine.output_text import OutputText
 from minillm.request import Completion, Delta, SamplingParams, TokenLogprobs
 from minillm.tokenizer import Tokenizer
 
+from .wire import Event, PromptForm
+
 
 @dataclass
 class Prompt:
-    """A prompt on its way to the engine. Its text is sent too, as the engine's process may tokenize differently."""
+    """A prompt on its way to the engine."""
 
     ids: list[int] | None  # None: only the engine's process can tokenize
     text: str | None = None
@@ -19,8 +21,8 @@ class Prompt:
     echoed: bool = False  # whether its complete characters are sent before the output: see `OutputText`
 
     @property
-    def form(self) -> dict:
-        return {"length": None if self.ids is None else len(self.ids), "text": self.text, "special": self.special}
+    def form(self) -> PromptForm:
+        return PromptForm(None if self.ids is None else len(self.ids), self.text, self.special)
 
 
 class Choice:
@@ -80,6 +82,19 @@ class Choice:
             done.finish_reason, done.stop_reason = reason, stop
             delta.completion = done
         return delta
+
+    def take_event(self, event: Event) -> Delta:
+        """Apply an event with more than one token to report."""
+        return self.take(
+            event.ids,
+            event.text,
+            event.reason,
+            event.stop,
+            event.logprobs,
+            event.prompt_logprobs,
+            event.offsets,
+            event.cached,
+        )
 
 
 def _with_ids(entry: dict[str, float] | None) -> TokenLogprobs | None:

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
 
 from minillm.engine.async_llm import AsyncLLM
 
@@ -26,6 +25,7 @@ from .line import Line
 from .metrics import Metrics, cache_facts
 from .token_texts import TokenTexts
 from .waiting import Admission, Pace, Seen
+from .wire import EngineFacts, Hello, Refusal
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +50,19 @@ class Hub:
         directory = engine.tokenizer_directory
         # Whether all text is encoded and decoded here: workers cannot load a tokenizer that was passed as an object.
         self.reads_text = engine.tokenizer is not None and directory is None
-        self.hello = {
-            "op": "hello",
-            "name": name,
-            "tokenizer": str(directory.resolve()) if directory else None,
-            "encodes": engine.tokenizer is not None,
-            "max_model_len": engine.max_model_len,
-            "max_request_len": engine.max_request_len,
-            "vocab_size": engine.model_config.vocab_size,
-            "dtype": str(engine.dtype).removeprefix("torch."),
-            "max_num_seqs": engine.config.max_num_seqs,
-            "capacity": self.capacity,
-            "config": asdict(config) | {"api_key": None},
-            "api_key": digest(config.api_key),
-        }
+        self.facts = EngineFacts(
+            name=name,
+            encodes=engine.tokenizer is not None,
+            max_model_len=engine.max_model_len,
+            max_request_len=engine.max_request_len,
+            vocab_size=engine.model_config.vocab_size,
+            dtype=str(engine.dtype).removeprefix("torch."),
+            max_num_seqs=rows,
+            capacity=self.capacity,
+            config=replace(config, api_key=None),
+            api_key=digest(config.api_key),
+        )
+        self.hello = Hello(self.facts, str(directory.resolve()) if directory else None)
         self.lines: set[Line] = set()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -94,12 +93,12 @@ class Hub:
         """The number of choices that were accepted and are not finished."""
         return sum(len(line.jobs) + len(line.compiling) for line in list(self.lines))  # any thread asks
 
-    def busy(self, choices: int) -> dict[str, Any] | None:
-        """Why so many more choices are refused for now, and after how many seconds to try again; None: they are not."""
+    def busy(self, choices: int) -> Refusal | None:
+        """Return the refusal if the server cannot take so many more choices now, and None if it can."""
         return self._admission.refusal(self.running, choices)
 
-    def too_many(self, client: str | None, choices: int) -> dict[str, Any] | None:
-        """Why so many more choices of a client are refused for now; None: they are not."""
+    def too_many(self, client: str | None, choices: int) -> Refusal | None:
+        """Return the refusal if a client has too many choices for so many more, and None if it has not."""
         most = self.config.max_per_client
         if most is None:
             return None
@@ -107,7 +106,7 @@ class Hub:
         if running + choices <= most:
             return None
         why = f"has {running} of at most {most} choices running or waiting, and asks for {choices} more"
-        return {"message": f"this client {why}: wait until some end, or ask for fewer", "retry_after": 1}
+        return Refusal("busy", f"this client {why}: wait until some end, or ask for fewer", 1)
 
     def waits(self, line: Line, keys: range) -> None:
         """A submission is about to wait, for config.queue_timeout at most."""

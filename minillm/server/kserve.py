@@ -195,13 +195,13 @@ def add_routes(app: FastAPI, server: Serving) -> None:
 
     async def config(name: str, version: str = VERSION) -> dict:
         check(name, version)
-        return _config(engine.name)
+        return _config(engine.facts.name)
 
     async def metadata(name: str, version: str = VERSION) -> dict:
         if name.endswith(POSTED):  # a name may have slashes
             raise HTTPException(405)
         check(name, version)
-        return _metadata(engine.name)
+        return _metadata(engine.facts.name)
 
     async def statistics(name: str, version: str = VERSION) -> None:
         check(name, version)
@@ -214,7 +214,7 @@ def add_routes(app: FastAPI, server: Serving) -> None:
             source = await start(texts, settings)
             done = await server.collect(source, len(texts))
             tensor, data = tensors.output(OUTPUT, [each.text for each in done], binary)
-            answer = _answer(engine.name, body.id) | {"outputs": [tensor]}
+            answer = _answer(engine.facts.name, body.id) | {"outputs": [tensor]}
             if not binary:
                 return JSONResponse(answer)
             head = json.dumps(answer).encode()
@@ -237,10 +237,10 @@ def add_routes(app: FastAPI, server: Serving) -> None:
             source = await start([body.text_input], body)
             if body.stream is False:
                 (done,) = await server.collect(source, 1)
-                return BareStream(_once(_answer(engine.name, body.id) | {OUTPUT: done.text}), source)
+                return BareStream(_once(_answer(engine.facts.name, body.id) | {OUTPUT: done.text}), source)
             # Wait for the first delta here: an error before it can still set the HTTP status.
             first = await anext(source)
-            return BareStream(_pieces(_answer(engine.name, body.id), first, source), source)
+            return BareStream(_pieces(_answer(engine.facts.name, body.id), first, source), source)
 
         return await server.answer(request, GenerateRequest, endpoint)
 
@@ -250,7 +250,7 @@ def add_routes(app: FastAPI, server: Serving) -> None:
 
     async def whole(body: GenerateRequest) -> dict:
         (done,) = await server.collect(await start([body.text_input], body), 1)
-        return _answer(engine.name, body.id) | {OUTPUT: done.text}
+        return _answer(engine.facts.name, body.id) | {OUTPUT: done.text}
 
     for_model(app.get, "/ready", model_ready)
     for_model(app.get, "/config", config)

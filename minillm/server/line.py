@@ -6,7 +6,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,37 @@ from minillm.errors import InvalidRequest, MissingPackage, naming
 from minillm.request import NOT_NUMBERS, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 
-from .framing import NUMBER, Unpacker, pack
 from .lengths import TooLong, one_of, room
 from .waiting import Seen, retry_after
+from .wire import (
+    NUMBER,
+    Abort,
+    Alive,
+    Ask,
+    Decode,
+    Decoder,
+    Deltas,
+    Encode,
+    Encoded,
+    Event,
+    FromEngine,
+    Gauges,
+    MalformedMessage,
+    Message,
+    Offsets,
+    PromptForm,
+    Question,
+    Refusal,
+    Refused,
+    RenderChat,
+    Reply,
+    ShowTokens,
+    State,
+    Stopped,
+    Submit,
+    encode,
+    numbers_of,
+)
 
 if TYPE_CHECKING:
     from .hub import Hub
@@ -37,7 +65,7 @@ class Job:
     client: str | None = None  # known only if the number of its choices is limited
     stops: bool = False  # whether a stop string may end it
     prepared: Prepared = field(init=False)
-    told: bool = False  # whether the worker knows what there is to know of the prompt
+    prompt_reported: bool = False  # whether the worker knows the prompt's log-probabilities and cached tokens
     last: float = 0.0  # when it last got tokens; 0: never
 
     @property
@@ -58,14 +86,14 @@ class Line:
         self.jobs: dict[int, Job] = {}
         self.compiling: dict[int, str | None] = {}  # choices that wait until their grammar is compiled: their clients
         self._clients: Counter[str | None] = Counter()  # jobs of each
-        self._unpacker = Unpacker()
+        self._decoder = Decoder()
         self._unsent = bytearray()
         self._lock = threading.Lock()
 
     # ---- writing, on any thread
 
-    def send(self, message: dict, numbers: Iterable[int] = ()) -> None:
-        data = pack(message, numbers)
+    def send(self, message: FromEngine) -> None:
+        data = encode(message)
         with self._lock:
             if self._unsent:
                 self._unsent += data
@@ -91,14 +119,14 @@ class Line:
 
     def deliver(self, items: list[tuple[Job, Delta | Exception]]) -> None:
         """Send the results of a step in one message: plain tokens as numbers, everything else as events."""
-        plain, events = array(NUMBER), []
+        plain, events = array(NUMBER), list[Event]()
         now, waited = time.perf_counter(), Counter[float]()
         for job, delta in items:
             waited[job.last] += 1
             first, job.last = not job.last, now
             if isinstance(delta, Exception):
                 self._forget(job.key)
-                events.append({"key": job.key, "ids": [], "error": str(delta) or type(delta).__name__})
+                events.append(Event(job.key, [], refusal=Refusal("failed", str(delta) or type(delta).__name__)))
             elif first or self.hub.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
                 events.append(self._event(job, delta))
             else:
@@ -107,34 +135,30 @@ class Line:
         for last, count in waited.items():
             if last:
                 self.hub.metrics.between.add(now - last, count)
-        self.send({"op": "deltas", "events": events}, plain)
+        self.send(Deltas(events, plain))
 
-    def _event(self, job: Job, delta: Delta) -> dict:
-        event: dict[str, Any] = {"key": job.key, "ids": delta.token_ids}
-        if self.hub.reads_text:
-            event |= {"text": delta.text, "offsets": delta.text_offsets}
-        if delta.logprobs is not None:
-            event["logprobs"] = delta.logprobs
-        if not job.told:
-            job.told = True
+    def _event(self, job: Job, delta: Delta) -> Event:
+        text, offsets = (delta.text, delta.text_offsets) if self.hub.reads_text else ("", None)
+        cached, prompt_logprobs = 0, None
+        if not job.prompt_reported:
+            job.prompt_reported = True
             completion = job.prepared.tracked.completion
-            if completion.num_cached_tokens:
-                event["cached"] = completion.num_cached_tokens
-            if completion.prompt_logprobs is not None:
-                event["prompt_logprobs"] = completion.prompt_logprobs
+            cached, prompt_logprobs = completion.num_cached_tokens, completion.prompt_logprobs
+        refusal, reason, stop = None, None, None
         if delta.completion is not None:
-            event |= {"reason": delta.finish_reason, "stop": delta.stop_reason}
-            if delta.stop_reason == NOT_NUMBERS:
-                event |= {"error": NOT_NUMBERS, "kind": "not_numbers"}
-            elif delta.finish_reason == "abort" and isinstance(delta.stop_reason, str):  # its grammar failed
-                message = f"json_schema cannot be followed to the end of this answer: {delta.stop_reason}"
-                event |= {"error": message, "kind": "invalid"}
+            reason, stop = delta.finish_reason, delta.stop_reason
+            if stop == NOT_NUMBERS:
+                refusal = Refusal("not_numbers", NOT_NUMBERS)
+            elif reason == "abort" and isinstance(stop, str):  # its grammar failed
+                refusal = Refusal("invalid", f"json_schema cannot be followed to the end of this answer: {stop}")
             self._forget(job.key)
             seen = job.seen
             self.hub.metrics.observe(delta.completion, seen.limit)
             if delta.completion.scheduled_time is not None:  # or else no row is free that was not before
                 self.hub.pace.ended(seen, delta.finish_reason == "stop")
-        return event
+        return Event(
+            job.key, delta.token_ids, text, reason, stop, delta.logprobs, prompt_logprobs, offsets, cached, refusal
+        )
 
     # ---- reading, on the hub's thread
 
@@ -146,9 +170,27 @@ class Line:
             return True
         except OSError:
             return False
-        for message, numbers in self._unpacker.feed(data):
-            getattr(self, "_on_" + message.pop("op"))(numbers, **message)
+        for message in self._decoder.feed(data):
+            self.receive(message)
         return bool(data)
+
+    def receive(self, message: Message) -> None:
+        """Handle a message from the worker. Raises MalformedMessage."""
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort(keys):
+                for key in keys:
+                    self.compiling.pop(key, None)
+                self._abort(keys)
+            case Stopped(key, string):
+                job = self._forget(key)  # complete for the client, so it no longer counts as running
+                if job is not None:
+                    self.engine.stop(job.prepared, string)  # whose last event counts as its end
+            case Ask(id, question):
+                self._reply(id, lambda: self._answer(question))
+            case _:
+                raise MalformedMessage(f"a worker sent {type(message).__name__}, which is the engine's message")
 
     def close(self) -> None:
         self.compiling.clear()
@@ -156,21 +198,11 @@ class Line:
         with self._lock:
             self.sock.close()
 
-    def _on_abort(self, _: array, *, keys: list[int]) -> None:
-        for key in keys:
-            self.compiling.pop(key, None)
-        self._abort(keys)
-
     def _abort(self, keys: list[int]) -> None:
         for key in keys:
             job = self.jobs.get(key)
             if job is not None:
                 self.engine.abort(job.prepared)
-
-    def _on_stopped(self, _: array, *, key: int, string: str) -> None:
-        job = self._forget(key)  # complete for the client, so it no longer counts as running
-        if job is not None:
-            self.engine.stop(job.prepared, string)  # whose last event counts as its end
 
     def of(self, client: str | None) -> int:
         """The number of a client's choices that were accepted and are not finished."""
@@ -199,49 +231,39 @@ class Line:
         waited = f"it has waited for {self.hub.config.queue_timeout:g} s (queue_timeout) without its turn coming"
         for key in keys:
             self.compiling.pop(key, None)
-        busy = {"message": f"the server is busy: {waited}; try again in {after} s", "retry_after": after}
-        self.send({"op": "refused", "key": keys.start, "choices": len(keys), "kind": "busy"} | busy)
+        busy = Refusal("busy", f"the server is busy: {waited}; try again in {after} s", after)
+        self.send(Refused(keys.start, len(keys), busy))
         self._abort(list(keys))
 
-    def _on_submit(
-        self,
-        numbers: array,
-        *,
-        key: int,
-        prompts: list[dict],
-        params: dict,
-        options: dict,
-        n: int,
-        stops: bool,
-        client: str | None = None,
-    ) -> None:
-        choices = len(prompts) * n
+    def _submit(self, message: Submit) -> None:
+        choices, client = len(message.prompts) * message.n, message.client
+        keys = range(message.key, message.key + choices)
 
         def check() -> SamplingParams:
-            shared = SamplingParams(**params)
+            shared = SamplingParams(**message.params)
             self.engine.check_params(shared)
             return shared
 
         def begin(check: Callable[[], SamplingParams]) -> None:
             try:
                 shared = check()
-                ids, encoded = self._read_prompts(numbers, prompts, shared)
+                ids, encoded = self._read_prompts(message.numbers, message.prompts, shared)
                 if encoded:
-                    lengths = [len(each) for each in ids]
-                    message = {"op": "prompts", "key": key, "lengths": lengths, "choices": n}
-                    self.send(message, np.concatenate(ids).tolist())
-                self._start(key, ids, shared.choices(n), RequestOptions(**options), client, stops)
+                    numbers = numbers_of(np.concatenate(ids).tolist())
+                    self.send(Encoded(message.key, [len(each) for each in ids], message.n, numbers))
+                options = RequestOptions(**message.options)
+                self._start(message.key, ids, shared.choices(message.n), options, client, message.stops)
             except Exception as error:
-                self.send({"op": "refused", "key": key, "choices": choices} | _refusal(error))
+                self.send(Refused(message.key, choices, _refusal(error)))
 
         busy = self.hub.busy(choices) or self.hub.too_many(client, choices)
         if busy is not None:
-            self.send({"op": "refused", "key": key, "choices": choices, "kind": "busy"} | busy)
+            self.send(Refused(message.key, choices, busy))
             return
-        self.hub.waits(self, range(key, key + choices))
-        if "json_schema" in params:
-            self.compiling |= dict.fromkeys(range(key, key + choices), client)
-            self._compile(check, begin, range(key, key + choices))
+        self.hub.waits(self, keys)
+        if "json_schema" in message.params:
+            self.compiling |= dict.fromkeys(keys, client)
+            self._compile(check, begin, keys)
         else:
             begin(check)
 
@@ -270,18 +292,18 @@ class Line:
         compiled.add_done_callback(lambda checked: self.hub.soon(lambda: done(checked)))
 
     def _read_prompts(
-        self, numbers: array, prompts: list[dict], params: SamplingParams
+        self, numbers: array, prompts: list[PromptForm], params: SamplingParams
     ) -> tuple[list[np.ndarray], bool]:
         """The token ids of each prompt, and whether any prompt was encoded here."""
         left, found, encoded = np.asarray(numbers), [], False
         tokenizer = self.engine.tokenizer
-        own = any(each["text"] is not None for each in prompts) and overrides.replaced("bpe_merge")
+        own = any(each.text is not None for each in prompts) and overrides.replaced("bpe_merge")
         for place, each in enumerate(prompts):
-            length = each["length"] or 0
+            length = each.length or 0
             ids, left = left[:length], left[length:]
-            if tokenizer is not None and each["text"] is not None and (own or each["length"] is None):
+            if tokenizer is not None and each.text is not None and (own or each.length is None):
                 with naming("prompt", place, len(prompts)):
-                    ids = np.array(tokenizer.encode(each["text"], add_special_tokens=each["special"]), np.int64)
+                    ids = np.array(tokenizer.encode(each.text, add_special_tokens=each.special), np.int64)
                 name, least = one_of(len(prompts), place), int(params.max_tokens != 0)
                 room(len(ids), self.engine.max_request_len, name, least)
                 encoded = True
@@ -323,41 +345,42 @@ class Line:
                 self._forget(job.key)
             raise
 
-    def _on_ask(self, _: array, *, id: int, what: str, arguments: dict) -> None:
-        def answer() -> Any:
-            return getattr(self, "_ask_" + what)(**arguments)
-
-        self._reply(id, answer)
-
     def _reply(self, id: int, answer: Callable[[], Any]) -> None:
         """Send what `answer` returns or raises; if that is a future, its result, once it has one."""
         try:
             value = answer()
         except Exception as error:
-            self.send({"op": "reply", "id": id, "error": _refusal(error)})
+            self.send(Reply(id, None, _refusal(error)))
             return
         if isinstance(value, Future):
             value.add_done_callback(lambda done: self._reply(id, done.result))
         else:
-            self.send({"op": "reply", "id": id, "value": value})
+            self.send(Reply(id, value))
 
-    def _ask_alive(self) -> bool:
+    def _answer(self, question: Question[Any]) -> Any:
+        """The answer to a question, or a future of it."""
+        match question:
+            case Alive():
+                return self._alive
+            case Gauges():
+                return {"alive": self._alive, "families": self.hub.metrics.gauges(self.engine.stats())}
+            case State():
+                return self.hub.room.state()
+            case RenderChat(messages):
+                return self._tokenizer.apply_chat_template(messages)
+            case Encode(text, special):
+                return self._tokenizer.encode(text, special)
+            case Decode(ids):
+                return self._tokenizer.decode(ids)
+            case ShowTokens(ids):
+                return [self.hub.texts.of(token) for token in ids]
+            case Offsets(ids, prompt, written):
+                return self.hub.texts.prompt_offsets(ids, prompt, written)
+        raise MalformedMessage(f"{type(question).__name__} is no question")
+
+    @property
+    def _alive(self) -> bool:
         return self.engine.alive and self.engine.working <= self.hub.config.hang_timeout
-
-    def _ask_gauges(self) -> dict[str, Any]:
-        return {"alive": self._ask_alive(), "families": self.hub.metrics.gauges(self.engine.stats())}
-
-    def _ask_state(self) -> Future[str]:
-        return self.hub.room.state()
-
-    def _ask_template(self, messages: list[dict]) -> str:
-        return self._tokenizer.apply_chat_template(messages)
-
-    def _ask_encode(self, text: str, special: bool) -> list[int]:
-        return self._tokenizer.encode(text, special)
-
-    def _ask_decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -365,19 +388,11 @@ class Line:
         assert tokenizer is not None, "workers ask only if `encodes` is true"
         return tokenizer
 
-    def _ask_tokens(self, ids: list[int]) -> list:
-        """What is shown of each token."""
-        return [self.hub.texts.of(token) for token in ids]
 
-    def _ask_offsets(self, ids: list[int], prompt: str, written: bool) -> list[int]:
-        return self.hub.texts.prompt_offsets(ids, prompt, written)
-
-
-def _refusal(error: Exception) -> dict:
+def _refusal(error: Exception) -> Refusal:
     message = str(error) or type(error).__name__
     if isinstance(error, TooLong):
-        return {"kind": "too_long", "message": message}
-    kind = "invalid" if isinstance(error, (InvalidRequest, TokenizerError)) else "failed"
+        return Refusal("too_long", message)
     if isinstance(error, MissingPackage):
-        kind = "missing"
-    return {"kind": kind, "message": message}
+        return Refusal("missing", message)
+    return Refusal("invalid" if isinstance(error, (InvalidRequest, TokenizerError)) else "failed", message)

@@ -1,25 +1,12 @@
-"""The local socket between the engine's process and its HTTP workers: messages and the worker's side.  Lesson 99.
+"""The engine as an HTTP worker sees it: a `RemoteEngine`, at the other end of a local socket.  Lesson 99.
 
-A message is a JSON object and an array of integers (mostly token ids). Unlike a pickle, it cannot execute code. A step
-sends all of its tokens for a worker in one message.
-
-From a worker:
-    submit      key of the first choice; prompts; params; options; n; stops: has stop strings; numbers: all prompts' ids
-    abort       keys of the choices to abort
-    stopped     key, string: the choice has reached this stop string and needs no more tokens
-    ask         id, what, arguments: a question; the reply has the same id
-From the engine:
-    hello       what the worker needs to know about the engine
-    prompts     key, lengths, choices; numbers: the ids of prompts that the engine's process encoded
-    deltas      events: choices with more to report than one token; numbers: key and token of each other choice
-    refused     key, choices, kind, message: no choice of this submission runs
-    reply       id, and a value or an error
-
-The connection ends with the engine's process. The worker then waits for one to the next engine (see `control`).
+The messages are those of `wire`. The connection ends with the engine's process. The worker then waits for one to the
+next engine (see `control`).
 """
 
 import asyncio
 import itertools
+import logging
 import socket
 import time
 from array import array
@@ -27,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TypeVar, cast
 
 from minillm.errors import InvalidRequest, MinillmError, MissingPackage
 from minillm.request import Delta, RequestOptions, SamplingParams
@@ -35,10 +22,32 @@ from minillm.tokenizer import Tokenizer
 
 from .access import CURRENT, Access
 from .choice import Choice, Prompt
-from .config import ServerConfig
-from .framing import NUMBER, Unpacker, pack
 from .lengths import TooLong
 from .waiting import retry_after
+from .wire import (
+    NUMBER,
+    Abort,
+    Ask,
+    Decoder,
+    Deltas,
+    Encoded,
+    EngineFacts,
+    Event,
+    FromWorker,
+    Hello,
+    MalformedMessage,
+    Message,
+    Question,
+    Refusal,
+    Refused,
+    Reply,
+    Stopped,
+    Submit,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 MANY_NUMBERS = 1 << 16  # more than this are joined in a thread, so that other streams keep going
 
@@ -89,6 +98,14 @@ REFUSALS: dict[str, Callable[..., Exception]] = {
 }
 
 
+def _error(refusal: Refusal) -> Exception:
+    """The exception that stands for a refusal. Raises MalformedMessage for an unknown kind."""
+    if refusal.kind not in REFUSALS:
+        raise MalformedMessage(f"no error is of the kind {refusal.kind!r}")
+    after = () if refusal.retry_after is None else (refusal.retry_after,)
+    return REFUSALS[refusal.kind](refusal.message, *after)
+
+
 def _changed(given: SamplingParams | RequestOptions) -> dict:
     """The fields that differ from their defaults."""
     pairs = ((field, getattr(given, field.name)) for field in fields(given) if field.init)
@@ -98,22 +115,12 @@ def _changed(given: SamplingParams | RequestOptions) -> dict:
 class RemoteEngine:
     """The engine as an HTTP worker sees it, whichever process it runs in. `connected` is done once one was connected.
 
-    These attributes are those of the latest engine:
-
-    name             the model's name for clients
-    tokenizer        loaded in this process; None if the model has none or the engine's was passed as an object
-    encodes          whether text can be tokenized at all, in this process or the engine's
-    max_model_len    tokens in the context
-    max_request_len  most tokens in prompt and output together; more than max_model_len if requests stream past it
-    capacity         most choices that may run or wait in the server
-    config           the server's options, without the key
-    api_key          what `gate.digest` returned for the server's key, if it has one
-    vocab_size       of the model
-    dtype            of the model, such as "bfloat16"
-    max_num_seqs     most choices in a batch
-
-    on_lost: called when the connection to the engine is closed.
+    facts are those of the latest engine. tokenizer: loaded in this process; None if the model has none or the engine's
+    was passed as an object. on_lost: called when the connection to the engine is closed.
     """
+
+    facts: EngineFacts
+    tokenizer: Tokenizer | None
 
     def __init__(self, on_lost: Callable[[], object] = lambda: None) -> None:
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -169,16 +176,15 @@ class RemoteEngine:
         changed = _changed(params)
         if self.tokenizer is not None:  # stop strings are found here, where tokens become text
             changed.pop("stop", None)
-        message = {"op": "submit", "key": min(mine), "prompts": [each.form for each in prompts]}
-        message |= {"params": changed, "options": _changed(options), "n": n, "stops": bool(params.stop)}
         access = CURRENT.get() or Access()
-        if self.config.max_per_client is not None:
-            message["client"] = access.client
+        client = None if self.facts.config.max_per_client is None else access.client
         deadlines = self._set_deadlines(mine, queue)
         try:
             ids = [prompt.ids or [] for prompt in prompts]
             many = sum(map(len, ids)) > MANY_NUMBERS
-            self._send(message, await asyncio.to_thread(_joined, ids) if many else _joined(ids))
+            numbers = await asyncio.to_thread(_joined, ids) if many else _joined(ids)
+            forms, stops = [each.form for each in prompts], bool(params.stop)
+            self._send(Submit(min(mine), forms, changed, _changed(options), n, stops, client, numbers))
             left, failed = len(mine), 0
             while left:
                 item = await queue.get()
@@ -204,7 +210,7 @@ class RemoteEngine:
         """Abort those that still run."""
         unfinished = [key for key in keys if self._choices.pop(key, None) is not None]
         if unfinished and self.alive:
-            self._send({"op": "abort", "keys": unfinished})
+            self._send(Abort(unfinished))
 
     def _set_deadlines(self, choices: dict[int, Choice], queue: asyncio.Queue) -> list[asyncio.TimerHandle]:
         """Start the clocks of a request that is about to be submitted."""
@@ -218,7 +224,7 @@ class RemoteEngine:
                 message = f"the request was aborted: it {met} within {seconds:g} s ({name}); ask for less, or try again"
                 queue.put_nowait(PastDeadline(message, name))
 
-        loop, config, found = asyncio.get_running_loop(), self.config, []
+        loop, config, found = asyncio.get_running_loop(), self.facts.config, []
         for name, seconds, met, applies in (
             ("first_token_timeout", config.first_token_timeout, "had no token", none_begun),
             ("request_timeout", config.request_timeout, "was not complete", lambda: True),
@@ -251,22 +257,22 @@ class RemoteEngine:
         for _, queue in self._choices.values():
             queue.put_nowait(_shutting_down())
 
-    async def ask(self, what: str, **arguments: Any) -> Any:
-        """Ask the engine's process; `what` names an `_ask_` method of `Line`. Raises EngineError or InvalidRequest."""
+    async def ask(self, question: Question[Answer]) -> Answer:
+        """Ask the engine's process. Raises EngineError or InvalidRequest."""
         number, reply = next(self._ids), asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         try:
-            self._send({"op": "ask", "id": number, "what": what, "arguments": arguments})
+            self._send(Ask(number, question))
             return await reply
         finally:
             self._replies.pop(number, None)
 
     # ---- the socket
 
-    def _send(self, message: dict, numbers: Iterable[int] = ()) -> None:
+    def _send(self, message: FromWorker) -> None:
         if self._link is None:
             raise self._gone("the engine has stopped, and another one starts")
-        self._link.transport.write(pack(message, numbers))
+        self._link.transport.write(encode(message))
 
     def made(self, link: "_Link") -> None:
         """A new connection."""
@@ -281,9 +287,24 @@ class RemoteEngine:
         after = retry_after(self._expected - time.monotonic())
         return EngineGone(f"{what}: try again in {after} s", after)
 
-    def received(self, message: dict, numbers: array) -> None:
-        """A message from the engine."""
-        getattr(self, "_on_" + message.pop("op"))(numbers, **message)
+    def receive(self, message: Message) -> None:
+        """Handle a message from the engine. Raises MalformedMessage."""
+        match message:
+            case Deltas():
+                for key, token in zip(message.numbers[::2], message.numbers[1::2], strict=True):
+                    self._gained(key, [token])
+                for event in message.events:
+                    self._gained(event.key, event.ids, event)
+            case Hello():
+                self._meet(message)
+            case Encoded():
+                self._follow(message)
+            case Refused():
+                self._refuse(message)
+            case Reply():
+                self._answered(message)
+            case _:
+                raise MalformedMessage(f"the engine sent {type(message).__name__}, which is a worker's message")
 
     def lost(self, link: "_Link") -> None:
         """A connection is closed."""
@@ -305,86 +326,85 @@ class RemoteEngine:
             if not future.done():
                 future.set_exception(self._gone("the engine has stopped"))
 
-    def _on_hello(self, _: array, *, tokenizer: str | None, **facts: Any) -> None:
-        self.name, self.encodes, self.config = facts["name"], facts["encodes"], ServerConfig(**facts["config"])
-        self.max_model_len, self.max_request_len = facts["max_model_len"], facts["max_request_len"]
-        self.vocab_size, self.dtype, self.max_num_seqs = facts["vocab_size"], facts["dtype"], facts["max_num_seqs"]
-        self.capacity, self.api_key = facts["capacity"], facts["api_key"]
+    def _meet(self, hello: Hello) -> None:
+        self.facts = hello.facts
         if self.connected.done():  # the next engine has the same tokenizer
             return
         try:
-            self.tokenizer = Tokenizer.from_pretrained(Path(tokenizer)) if tokenizer else None
+            self.tokenizer = Tokenizer.from_pretrained(Path(hello.tokenizer)) if hello.tokenizer else None
         except Exception as error:
             self.connected.set_exception(error)
             return
         self.connected.set_result(None)
 
-    def _on_deltas(self, numbers: array, *, events: list[dict]) -> None:
-        for key, token in zip(numbers[::2], numbers[1::2], strict=True):
-            self._gained(key, [token])
-        for event in events:
-            self._gained(**event)
-
-    def _gained(self, key: int, ids: list[int], error: str | None = None, kind: str = "failed", **more: Any) -> None:
+    def _gained(self, key: int, ids: list[int], event: Event | None = None) -> None:
+        """A choice gained these tokens and what else the event has."""
         found = self._choices.get(key)
         if found is None:  # aborted or stopped, but this event was already on its way
             return
         choice, queue = found
-        if error is not None and "reason" in more:
-            choice.failure = REFUSALS[kind](error)
-        elif error is not None:
-            del self._choices[key]
-            queue.put_nowait(REFUSALS[kind](error))
-            return
+        if event is not None and event.refusal is not None:
+            error = _error(event.refusal)
+            if event.reason is None:
+                del self._choices[key]
+                queue.put_nowait(error)
+                return
+            choice.failure = error
         # Not in `stream`: even if the client reads slowly, the engine must learn of a stop string at once.
         try:
-            delta = choice.take(ids, **more)
+            delta = choice.take(ids) if event is None else choice.take_event(event)
         except Exception as mistake:  # an error in the tokenizer ends only this request
             queue.put_nowait(mistake)
             return
         if delta.finish_reason is not None:
             del self._choices[key]
-            if more.get("reason") is None:
-                self._send({"op": "stopped", "key": key, "string": delta.stop_reason})
+            if event is None or event.reason is None:
+                self._send(Stopped(key, cast(str, delta.stop_reason)))  # only a stop string ends a choice here
         queue.put_nowait((choice, delta))
 
-    def _on_prompts(self, numbers: array, *, key: int, lengths: list[int], choices: int) -> None:
-        """choices: the number of choices of each prompt."""
-        for length in lengths:
-            for each in range(key, key + choices):
+    def _follow(self, encoded: Encoded) -> None:
+        key, numbers = encoded.key, encoded.numbers
+        for length in encoded.lengths:
+            for each in range(key, key + encoded.n):
                 if each in self._choices:
                     self._choices[each][0].follow(numbers[:length].tolist())
-            numbers, key = numbers[length:], key + choices
+            numbers, key = numbers[length:], key + encoded.n
 
-    def _on_refused(self, _: array, *, key: int, choices: int, kind: str, message: str, **more: int) -> None:
-        found = [self._choices.pop(each, None) for each in range(key, key + choices)]
-        queue = next((entry[1] for entry in found if entry is not None), None)
+    def _refuse(self, refused: Refused) -> None:
+        keys = range(refused.key, refused.key + refused.choices)
+        queue = next((self._choices[key][1] for key in keys if key in self._choices), None)
         if queue is not None:
-            queue.put_nowait(REFUSALS[kind](message, **more))
+            queue.put_nowait(_error(refused.refusal))
+        for key in keys:
+            self._choices.pop(key, None)
 
-    def _on_reply(self, _: array, *, id: int, value: Any = None, error: dict | None = None) -> None:
-        reply = self._replies.get(id)
+    def _answered(self, message: Reply) -> None:
+        reply = self._replies.get(message.id)
         if reply is None or reply.done():
             return
-        if error is None:
-            reply.set_result(value)
+        if message.refusal is None:
+            reply.set_result(message.value)
         else:
-            reply.set_exception(REFUSALS[error["kind"]](error["message"]))
+            reply.set_exception(_error(message.refusal))
 
 
 class _Link(asyncio.Protocol):
     """One connection of a `RemoteEngine`."""
 
     def __init__(self, engine: RemoteEngine):
-        self.engine, self._unpacker = engine, Unpacker()
+        self.engine, self._decoder = engine, Decoder()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # a stream socket has a stream transport
         self.engine.made(self)
 
     def data_received(self, data: bytes) -> None:
-        for message, numbers in self._unpacker.feed(data):
-            self.engine.received(message, numbers)
+        try:
+            for message in self._decoder.feed(data):
+                self.engine.receive(message)
+        except Exception:
+            log.exception("the connection to the engine failed; its requests are lost")
+            self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.engine.lost(self)

@@ -17,6 +17,7 @@ from .gate import App, Message, Receive, Scope, Send
 from .ledger import Families
 from .limits import HEALTH
 from .link import EngineError, RemoteEngine
+from .wire import Gauges
 
 REFUSED = "minillm.refused"  # in the scope of a request that its connection has refused, and counted, meanwhile
 
@@ -37,7 +38,7 @@ class Scrape:
         """All metrics, in Prometheus' text format."""
         try:
             async with asyncio.timeout(HEALTH):  # an engine that is stuck in a step may not even answer
-                found: dict[str, Any] = await self._engine.ask("gauges")
+                found: dict[str, Any] = await self._engine.ask(Gauges())
         except (EngineError, TimeoutError):
             found = {"alive": False, "families": []}
         up = ["minillm_engine_up", "gauge", "1 while the engine accepts requests, and 0 while it is gone or stuck"]

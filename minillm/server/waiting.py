@@ -16,9 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from .wire import Refusal
 
 FEWEST = 8  # ends before lengths can be estimated
 RECENT = 128  # lengths are estimated from so many of the latest ends, or as many as there are rows if that is more
@@ -185,8 +187,8 @@ class Admission:
     max_wait: float | None
     pace: Pace
 
-    def refusal(self, running: int, choices: int) -> dict[str, Any] | None:
-        """Why so many more choices are refused for now, and after how many seconds to try again; None: they are not.
+    def refusal(self, running: int, choices: int) -> Refusal | None:
+        """Return the refusal if the server cannot take so many more choices now, and None if it can.
 
         running: choices that were accepted and are not finished.
         """
@@ -201,7 +203,7 @@ class Admission:
             seconds = wait - most
             why = f"a request would wait about {wait:.0f} s, and the limit is {most:g} s"
         after = retry_after(seconds)
-        return {"message": f"the server is busy: {why}; try again in {after} s", "retry_after": after}
+        return Refusal("busy", f"the server is busy: {why}; try again in {after} s", after)
 
 
 def retry_after(seconds: float | None) -> int:

@@ -60,7 +60,7 @@ async def work(
         return
     stop_early.cancel()
     engine.connected.result()
-    log_as(engine.config.log_format, engine.config.log_level)
+    log_as(engine.facts.config.log_format, engine.facts.config.log_level)
 
     import uvicorn
 
@@ -73,14 +73,14 @@ async def work(
     class Server(uvicorn.Server):
         """Accepts connections itself, and answers requests that outlast the grace period with an error."""
 
-        grace = engine.config.shutdown_grace
+        grace = engine.facts.config.shutdown_grace
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=[])
 
             def connect() -> Connection:
                 uvicorns = {"config": self.config, "server_state": self.server_state, "app_state": {}}
-                return Connection(engine.config, acceptor.freed, scrape.answered, **uvicorns)
+                return Connection(engine.facts.config, acceptor.freed, scrape.answered, **uvicorns)
 
             acceptor = Acceptor(listener, connect, most_connections() if most is None else most, shares)
             self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn only calls close and wait_closed
@@ -115,12 +115,12 @@ async def work(
         Counted(create_app(engine, listener.getsockname()[0], scrape.render), scrape.answered),
         http=Connection,
         ws="none",
-        log_level=engine.config.log_level,
+        log_level=engine.facts.config.log_level,
         log_config=None,  # its own writes to stderr from the event loop, which waits if that is not read
         access_log=False,
         proxy_headers=False,  # or else any client of this machine could name its own address
         lifespan="off",
-        timeout_keep_alive=engine.config.keep_alive_timeout,  # type: ignore[arg-type]  # call_later takes floats
+        timeout_keep_alive=engine.facts.config.keep_alive_timeout,  # type: ignore[arg-type]  # call_later takes floats
     )
     server = Server(config)
 

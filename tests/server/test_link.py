@@ -1,6 +1,7 @@
 """The socket between the engine process and its workers."""
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -14,42 +15,200 @@ from hypothesis import strategies as st
 from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
-from minillm.server.framing import SIZES, Unpacker, pack
 from minillm.server.hub import Hub, Line
 from minillm.server.lengths import TooLong, room
-from minillm.server.link import EngineGone, Prompt, RemoteEngine, _changed
-from tests.waiting import TIMEOUT, async_wait_until
+from minillm.server.link import REFUSALS, EngineGone, Prompt, RemoteEngine, _changed
+from minillm.server.wire import (
+    HEADER,
+    MAGIC,
+    Abort,
+    Alive,
+    Ask,
+    Decode,
+    Decoder,
+    Deltas,
+    Encode,
+    Encoded,
+    EngineFacts,
+    Event,
+    Gauges,
+    Hello,
+    MalformedMessage,
+    Offsets,
+    PromptForm,
+    Refusal,
+    Refused,
+    RenderChat,
+    Reply,
+    ShowTokens,
+    State,
+    Stopped,
+    Submit,
+    encode,
+    numbers_of,
+)
+from tests.waiting import TIMEOUT, async_wait_until, wait_until
 
-MESSAGES = st.dictionaries(st.text(), st.none() | st.integers() | st.floats(allow_nan=False) | st.text())
-NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1))
+TEXT, IDS, INT = st.text(), st.lists(st.integers(0, 1 << 17)), st.integers(0, 1 << 40)
+NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1)).map(numbers_of)
+JSON = st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | TEXT, st.lists, max_leaves=9)
+FIELDS = st.dictionaries(TEXT, JSON, max_size=3)
+PROMPTS = st.lists(st.builds(PromptForm, st.none() | INT, st.none() | TEXT, st.booleans()))
+REFUSED = st.builds(Refusal, st.sampled_from([*REFUSALS]), TEXT, st.none() | INT)
+LOGPROBS = st.none() | st.lists(st.dictionaries(TEXT, st.floats(allow_nan=False)))
+END = st.none() | INT | TEXT
+EVENTS = st.lists(
+    st.builds(
+        Event, INT, IDS, TEXT, st.none() | TEXT, END, LOGPROBS, LOGPROBS, st.none() | IDS, INT, st.none() | REFUSED
+    )
+)
+CONFIG = ServerConfig(max_wait=0, cors_origins="*", log_level="critical")
+FACTS = st.builds(EngineFacts, TEXT, st.booleans(), INT, INT, INT, TEXT, INT, INT, st.just(CONFIG), st.none() | TEXT)
+QUESTIONS = st.one_of(
+    *(st.builds(kind) for kind in (Alive, Gauges, State)),
+    st.builds(RenderChat, st.lists(st.dictionaries(TEXT, TEXT))),
+    st.builds(Encode, TEXT, st.booleans()),
+    st.builds(Decode, IDS),
+    st.builds(ShowTokens, IDS),
+    st.builds(Offsets, IDS, TEXT, st.booleans()),
+)
+MESSAGES = st.one_of(
+    st.builds(Submit, INT, PROMPTS, FIELDS, FIELDS, INT, st.booleans(), st.none() | TEXT, NUMBERS),
+    st.builds(Abort, IDS),
+    st.builds(Stopped, INT, TEXT),
+    st.builds(Ask, INT, QUESTIONS),
+    st.builds(Hello, FACTS, st.none() | TEXT),
+    st.builds(Encoded, INT, IDS, INT, NUMBERS),
+    st.builds(Deltas, EVENTS, NUMBERS),
+    st.builds(Refused, INT, INT, REFUSED),
+    st.builds(Reply, INT, JSON, st.none() | REFUSED),
+)
 
 
-@given(st.lists(st.tuples(MESSAGES, NUMBERS)), st.lists(st.integers(1, 50)))
+def sent(*messages):
+    """What arrives of these messages."""
+    return [*Decoder().feed(b"".join(map(encode, messages)))]
+
+
+def submit(numbers=(5, 6), **more):
+    prompts = [PromptForm(len(numbers))]
+    fields = {"params": {}, "options": {}, "n": 1, "stops": False, "client": None}
+    return Submit(0, prompts, numbers=numbers_of(numbers), **fields | more)
+
+
+def framed(head, data=b""):
+    return HEADER.pack(MAGIC, len(head), len(data)) + head + data
+
+
+@given(st.lists(MESSAGES), st.lists(st.integers(1, 50)))
 def test_messages_arrive_whole_however_the_bytes_are_split(messages, cuts):
-    data = b"".join(pack(message, numbers) for message, numbers in messages)
-    unpacker, arrived = Unpacker(), []
+    data = b"".join(map(encode, messages))
+    decoder, arrived = Decoder(), []
     for cut in [*cuts, len(data)]:
-        arrived += [(message, numbers.tolist()) for message, numbers in unpacker.feed(data[:cut])]
+        arrived += decoder.feed(data[:cut])
         data = data[cut:]
     assert arrived == messages
 
 
-def test_a_message_starts_with_its_sizes():
-    data = pack({"op": "stop"}, [7])
-    assert SIZES.unpack_from(data) == (len(b'{"op":"stop"}'), 8)
+def test_a_message_is_a_header_a_list_and_numbers():
+    data = encode(Deltas([], numbers_of([7])))
+    assert data == HEADER.pack(MAGIC, len(b'["Deltas",[]]'), 8) + b'["Deltas",[]]' + (7).to_bytes(8, "little")
+
+
+# What is no message: bytes without a header, no JSON, an unknown name, too few fields, wrong types, half a number.
+MALFORMED = {
+    "no header": b"GET / HTTP/1.1\r\n\r\n",
+    "no JSON": framed(b"Deltas"),
+    "no list": framed(b'{"op":"abort"}'),
+    "unknown": framed(b'["Shutdown",1]'),
+    "too few fields": framed(b'["Submit",0,[]]'),
+    "too many fields": framed(b'["Abort",[0],1]'),
+    "an event without fields": framed(b'["Deltas",[[0,[5]]]]'),
+    "unknown question": framed(b'["Ask",0,["Password"]]'),
+    "a question's arguments": framed(b'["Ask",0,["Decode"]]'),
+    "unknown facts": framed(b'["Hello",{"config":{}},null]'),
+    "half a number": framed(b'["Deltas",[]]', b"1234"),
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
+def test_what_is_no_message_is_an_error_that_quotes_it(data):
+    with pytest.raises(MalformedMessage, match="not a message: |no message begins with "):
+        list(Decoder().feed(data))
+
+
+# To a worker, too: a message for the other end, an error of no kind, a key without its token.
+TO_WORKER = MALFORMED | {
+    "for the engine": encode(Abort([0])),
+    "no kind of error": encode(Refused(0, 1, Refusal("odd", "?"))),
+    "a key without a token": encode(Deltas([], numbers_of([0]))),
+}
+TO_ENGINE = MALFORMED | {"for a worker": encode(Reply(0, 1)), "keys that are no list": framed(b'["Abort",5]')}
+
+
+@pytest.mark.parametrize("data", TO_WORKER.values(), ids=TO_WORKER)
+def test_a_worker_that_is_sent_no_message_ends_its_requests_and_asks_for_another_connection(engine, data, caplog):
+    hub = Hub(engine, "here", CONFIG)
+
+    async def work():
+        ours, theirs = socket.socketpair()
+        lost = asyncio.Event()
+        remote = RemoteEngine(lost.set)
+        await remote.connect(theirs, 40)
+        ours.sendall(encode(hub.hello))
+        await remote.connected
+        stream = asyncio.ensure_future(anext(remote.stream([Prompt([5])], SamplingParams())))
+        question = asyncio.ensure_future(remote.ask(Alive()))
+        await asyncio.sleep(0)
+        ours.sendall(data)
+        for each in (stream, question):
+            with pytest.raises(EngineGone, match="the engine has stopped"):
+                await asyncio.wait_for(each, TIMEOUT)
+        await asyncio.wait_for(lost.wait(), TIMEOUT)
+        ours.close()
+        ours, theirs = socket.socketpair()
+        await remote.connect(theirs)
+        hub.connect(ours)
+        assert await asyncio.wait_for(remote.ask(Alive()), TIMEOUT), "another connection works"
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(work())
+    hub.close()
+    assert "the connection to the engine failed; its requests are lost" in caplog.text
+
+
+@pytest.mark.parametrize("data", TO_ENGINE.values(), ids=TO_ENGINE)
+def test_an_engine_that_is_sent_no_message_drops_this_worker_alone(engine, data, caplog):
+    hub = Hub(engine, "here", CONFIG)
+    (ours, theirs), (other_ours, other_theirs) = socket.socketpair(), socket.socketpair()
+    hub.connect(ours), hub.connect(other_ours)
+    with theirs, other_theirs, caplog.at_level(logging.ERROR):
+        for each in (theirs, other_theirs):
+            each.settimeout(TIMEOUT)
+        theirs.sendall(encode(submit(params={"max_tokens": 200, "ignore_eos": True})) + data)
+        while theirs.recv(1 << 20):
+            pass  # until the engine's process closes the connection
+        wait_until(lambda: hub.running == 0 and len(hub.lines) == 1)
+        other_theirs.sendall(encode(Ask(3, Alive())))
+        decoder, arrived = Decoder(), []
+        while len(arrived) < 2:
+            arrived += decoder.feed(other_theirs.recv(1 << 20))
+        assert arrived == [hub.hello, Reply(3, True)]
+    hub.close()
+    assert "the connection to an HTTP worker failed; its requests are lost" in caplog.text
 
 
 def test_parameters_are_sent_as_differences_from_the_defaults():
     params = SamplingParams(max_tokens=3, stop="end", logit_bias={5: 1.5}, seed=0, temperature=1.0)
     form = _changed(params)
     assert set(form) == {"max_tokens", "stop", "logit_bias", "seed"}
-    ((message, _),) = Unpacker().feed(pack({"params": form}))
-    assert SamplingParams(**message["params"]) == params
+    (message,) = sent(submit(params=form))
+    assert SamplingParams(**message.params) == params
 
 
 def test_lone_surrogates_can_be_sent():
-    ((message, _),) = Unpacker().feed(pack({"text": "\ud800 \u4e2d \U0001f600"}))
-    assert message == {"text": "\ud800 \u4e2d \U0001f600"}
+    message = Stopped(0, "\ud800 \u4e2d \U0001f600")
+    assert sent(message) == [message]
 
 
 def test_choices_of_a_prompt_share_parameters_checked_once(engine, monkeypatch):
@@ -71,19 +230,19 @@ def test_choices_of_a_prompt_share_parameters_checked_once(engine, monkeypatch):
         remote = RemoteEngine()
         await remote.connect(theirs)
         await remote.connected
-        sent, real = [], remote._link.transport
-        double = SimpleNamespace(write=lambda data: sent.append(data) or real.write(data), close=real.close)
+        written, real = [], remote._link.transport
+        double = SimpleNamespace(write=lambda data: written.append(data) or real.write(data), close=real.close)
         monkeypatch.setattr(remote._link, "transport", double)
         made.clear()
         stream = asyncio.ensure_future(anext(remote.stream([Prompt([5]), Prompt([6])], params, n)))
         await async_wait_until(lambda: began)
         stream.cancel()
         hub.close()
-        return sent[0]
+        return written[0]
 
-    ((message, numbers),) = Unpacker().feed(asyncio.run(work()))
-    assert message["params"] == {"logit_bias": {str(token): 1.0 for token in bias}, "seed": 7}
-    assert (message["n"], numbers.tolist()) == (n, [5, 6])
+    (message,) = Decoder().feed(asyncio.run(work()))
+    assert message.params == {"logit_bias": {str(token): 1.0 for token in bias}, "seed": 7}
+    assert (message.n, message.numbers.tolist()) == (n, [5, 6])
     assert (len(made), len(checked), len(began)) == (1, 1, 2 * n)
     requests = [prepared.tracked.request for prepared in began]
     assert [request.seed for request in requests] == [*range(7, 7 + n)] * 2
@@ -110,11 +269,11 @@ def test_a_worker_knows_how_long_an_engine_takes_to_come_back_before_it_is_told(
         hub.close()
         await async_wait_until(lambda: not remote.alive)
         with pytest.raises(EngineGone) as gone:
-            await remote.ask("alive")
+            await remote.ask(Alive())
         assert 30 < gone.value.retry_after <= 40
         remote.expect(50)
         with pytest.raises(EngineGone) as gone:
-            await remote.ask("alive")
+            await remote.ask(Alive())
         assert 40 < gone.value.retry_after <= 50
 
     asyncio.run(work())
@@ -136,11 +295,12 @@ def test_a_worker_that_does_not_read_never_blocks_the_engine(engine):
     line = hub.connect(ours)
     count, size = 200, 20_000
     for number in range(count):
-        line.send({"op": "deltas", "number": number}, range(size))
-    unpacker, arrived = Unpacker(), []
+        line.send(Deltas([Event(number, [])], numbers_of(range(size))))
+    decoder, arrived = Decoder(), []
     while len(arrived) < count + 1:
-        arrived += [message.get("number", message["op"]) for message, _ in unpacker.feed(theirs.recv(1 << 20))]
-    assert arrived == ["hello", *range(count)]
+        arrived += decoder.feed(theirs.recv(1 << 20))
+    assert arrived[0] == hub.hello
+    assert [message.events[0].key for message in arrived[1:]] == [*range(count)]
     theirs.close()
     hub.close()
 
@@ -159,10 +319,11 @@ def test_messages_keep_their_order_when_a_socket_takes_a_part_of_one():
 
     hub = SimpleNamespace(engine=None, soon=lambda task: None, want_write=lambda line, wanted: None)
     line = Line(hub, Narrow())
-    line.send({"op": "first"})
-    line.send({"op": "second"})
+    messages = [Reply(1, "first"), Reply(2, "second")]
+    for message in messages:
+        line.send(message)
     line.flush()
-    assert [message["op"] for message, _ in Unpacker().feed(sent)] == ["first", "second"]
+    assert [*Decoder().feed(sent)] == messages
 
 
 @pytest.mark.parametrize(

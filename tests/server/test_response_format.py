@@ -13,7 +13,7 @@ import pytest
 from minillm.grammar import Matcher
 from minillm.server.config import ServerConfig
 from minillm.server.hub import Hub
-from minillm.server.link import pack
+from minillm.server.wire import PromptForm, Submit, encode, numbers_of
 from tests.waiting import TIMEOUT, async_wait_until, wait_until
 
 QUESTION = [{"role": "user", "content": "Where is the river?"}]
@@ -137,8 +137,8 @@ def test_no_request_of_a_worker_that_has_died_begins_when_its_grammar_is_compile
     hub = Hub(engine, "here", ServerConfig(log_level="critical"))
     ours, theirs = socket.socketpair()
     line = hub.connect(ours)
-    fields = {"prompts": [{"length": 2, "text": None, "special": True}], "n": 2, "stops": False, "options": {}}
-    theirs.sendall(pack({"op": "submit", "key": 0, "params": {"json_schema": {"type": "object"}}} | fields, [5, 6]))
+    params = {"json_schema": {"type": "object"}}
+    theirs.sendall(encode(Submit(0, [PromptForm(2)], params, {}, 2, False, None, numbers_of([5, 6]))))
     try:
         assert compiling.wait(TIMEOUT)
         assert hub.running == 2

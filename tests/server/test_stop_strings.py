@@ -16,8 +16,21 @@ import minillm
 from minillm import AsyncLLM, SamplingParams
 from minillm.engine.inputs import chat_prompt
 from minillm.server import running
-from minillm.server.framing import Unpacker, pack
+from minillm.server.config import ServerConfig
 from minillm.server.link import EngineError, Prompt, RemoteEngine, _Link
+from minillm.server.wire import (
+    Abort,
+    Decoder,
+    Deltas,
+    EngineFacts,
+    Event,
+    Hello,
+    Refusal,
+    Stopped,
+    Submit,
+    encode,
+    numbers_of,
+)
 from tests.chance import SEED
 from tests.waiting import TIMEOUT, wait_until
 
@@ -267,20 +280,18 @@ class Link:
     """A worker's end of the link; the test plays the engine."""
 
     def __init__(self, engine):
-        self.sent, self.unpacker = [], Unpacker()
+        self.sent, self.decoder = [], Decoder()
         self.remote = RemoteEngine()
         self.link = _Link(self.remote)
         self.link.connection_made(SimpleNamespace(write=self._write, close=lambda: None))
-        directory = str(engine.engine.tokenizer_directory)
-        facts = ("name", "encodes", "max_model_len", "max_request_len", "vocab_size", "dtype")
-        hello = dict.fromkeys([*facts, "max_num_seqs", "capacity"], 1)
-        self.send({"op": "hello", "tokenizer": directory, "config": {}, "api_key": None} | hello)
+        facts = EngineFacts("m", True, 1, 1, 1, "float32", 1, 1, ServerConfig())
+        self.send(Hello(facts, str(engine.engine.tokenizer_directory)))
 
     def _write(self, data):
-        self.sent += [message for message, _ in self.unpacker.feed(data)]
+        self.sent += self.decoder.feed(data)
 
-    def send(self, message, numbers=()):
-        self.link.data_received(pack(message, numbers))
+    def send(self, message):
+        self.link.data_received(encode(message))
 
     async def begin(self, params, n=1):
         """A stream of n choices whose client does not read yet."""
@@ -289,10 +300,10 @@ class Link:
         await asyncio.sleep(0)
         return first, stream
 
-    def take(self, op):
+    def take(self, kind):
         """Take the worker's messages of one kind."""
-        found = [message for message in self.sent if message["op"] == op]
-        self.sent = [message for message in self.sent if message["op"] != op]
+        found = [message for message in self.sent if isinstance(message, kind)]
+        self.sent = [message for message in self.sent if not isinstance(message, kind)]
         return found
 
 
@@ -312,7 +323,7 @@ def tokens(engine, text):
 
 
 def deltas(*events, plain=()):
-    return {"op": "deltas", "events": list(events)}, plain
+    return Deltas(list(events), numbers_of(plain))
 
 
 def test_the_worker_reports_a_stop_string_at_once_and_ignores_later_tokens(linked, long_engine):
@@ -321,18 +332,16 @@ def test_the_worker_reports_a_stop_string_at_once_and_ignores_later_tokens(linke
 
     async def work(link):
         first, stream = await link.begin(SamplingParams(stop="two", temperature=1, seed=1), n=2)
-        (submitted,) = link.take("submit")
-        assert (submitted["params"], submitted["n"]) == ({"seed": 1}, 2), "stop strings must stay in the worker"
+        (submitted,) = link.take(Submit)
+        assert (submitted.params, submitted.n) == ({"seed": 1}, 2), "stop strings must stay in the worker"
         for pair in itertools.zip_longest(ids, others):
             found = [(key, token) for key, token in enumerate(pair) if token is not None]
-            link.send(*deltas(plain=itertools.chain(*found)))
-        assert link.take("stopped") == [{"op": "stopped", "key": 0, "string": "two"}], (
-            "the report must not wait for the client to read"
-        )
-        link.send(*deltas({"key": 0, "ids": [ids[0]], "logprobs": None}))
-        link.send(*deltas({"key": 0, "ids": [], "error": "it broke"}))
-        link.send(*deltas({"key": 0, "ids": [], "reason": "stop", "stop": "two"}))
-        link.send(*deltas({"key": 1, "ids": [], "reason": "length"}))
+            link.send(deltas(plain=itertools.chain(*found)))
+        assert link.take(Stopped) == [Stopped(0, "two")], "the report must not wait for the client to read"
+        link.send(deltas(Event(0, [ids[0]])))
+        link.send(deltas(Event(0, [], refusal=Refusal("failed", "it broke"))))
+        link.send(deltas(Event(0, [], reason="stop", stop="two")))
+        link.send(deltas(Event(1, [], reason="length")))
         found = {0: [], 1: []}
         items = [await first] + [item async for item in stream]
         for choice, delta in items:
@@ -354,8 +363,8 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
     async def work(link):
         first, stream = await link.begin(SamplingParams(stop="three"))
         for token in ids:
-            link.send(*deltas(plain=[0, token]))
-        link.send(*deltas({"key": 0, "ids": [], "error": "it broke"}))
+            link.send(deltas(plain=[0, token]))
+        link.send(deltas(Event(0, [], refusal=Refusal("failed", "it broke"))))
         link.link.connection_lost(None)
         items = [await first] + [item async for item in stream]
         assert items[-1][1].completion.text == "one two "
@@ -364,8 +373,8 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
 
     async def fails(link):
         first, stream = await link.begin(SamplingParams(stop="three"))
-        link.send(*deltas(plain=[0, ids[0]]))
-        link.send(*deltas({"key": 0, "ids": [], "error": "it broke"}))
+        link.send(deltas(plain=[0, ids[0]]))
+        link.send(deltas(Event(0, [], refusal=Refusal("failed", "it broke"))))
         await first
         with pytest.raises(EngineError, match="it broke"):
             await anext(stream)
@@ -380,8 +389,8 @@ def test_tokens_in_one_delta_are_truncated_with_their_logprobs(linked, long_engi
 
     async def work(link):
         first, stream = await link.begin(SamplingParams(stop="two", logprobs=0))
-        link.send(*deltas({"key": 0, "ids": ids, "logprobs": entries, "reason": reason}))
-        stopped = link.take("stopped")
+        link.send(deltas(Event(0, ids, logprobs=entries, reason=reason)))
+        stopped = link.take(Stopped)
         assert len(stopped) == (reason is None), "a finished request needs no report to the engine"
         _, delta = await first
         assert [item async for item in stream] == []
@@ -406,10 +415,10 @@ def test_a_failing_tokenizer_ends_only_its_own_request(linked, long_engine, monk
             raise ValueError("no text")
 
         monkeypatch.setattr(link.remote._choices[0][0].output, "add", broken)
-        link.send(*deltas(plain=[0, ids[0], 1, ids[0]]))
+        link.send(deltas(plain=[0, ids[0], 1, ids[0]]))
         with pytest.raises(ValueError, match="no text"):
             await failing
-        assert link.take("abort") == [{"op": "abort", "keys": [0]}]
+        assert link.take(Abort) == [Abort([0])]
         assert (await other)[1].token_ids == ids[:1]
 
     linked(work)

@@ -247,8 +247,8 @@ def test_who_would_wait_too_long_is_refused_until_the_queue_is_shorter(lengths, 
             assert wait <= limit + bound
         else:
             assert wait >= limit - bound
-            assert refused["retry_after"] == pytest.approx(wait - limit, abs=bound + 1)
-            assert 1 <= refused["retry_after"] <= LONGEST
+            assert refused.retry_after == pytest.approx(wait - limit, abs=bound + 1)
+            assert 1 <= refused.retry_after <= LONGEST
     assert max(waits) >= limit - server.bound(2 * rows, limit), "it refuses too many"
 
 
@@ -261,7 +261,7 @@ def test_equal_answers_that_came_at_once_are_refused_after_the_first_batch():
     server.go_to(server.now + HELD + STEP)
     for _ in range(512):
         refused = server.admission.refusal(len(server.running) + len(server.waiting), 1)
-        assert refused["retry_after"] == math.ceil(HELD - STEP - 5)
+        assert refused.retry_after == math.ceil(HELD - STEP - 5)
     server.go_to(server.now + HELD - 5)
     assert server.admission.refusal(len(server.running) + len(server.waiting), 1) is None
 

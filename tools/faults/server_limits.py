@@ -65,8 +65,8 @@ FAULTS = (
     Fault(
         "what a worker stops at a string is taken to reach its limit",
         LINK,
-        '"stops": bool(params.stop)',
-        '"stops": False',
+        "[each.form for each in prompts], bool(params.stop)",
+        "[each.form for each in prompts], False",
         "tests/server/test_waiting.py -k 'how_it_ended or stand_still'",
     ),
     Fault(

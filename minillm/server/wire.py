@@ -1,0 +1,328 @@
+"""The messages between the engine's process and its HTTP workers, and their form on the local socket.  Lesson 99.
+
+Each message is a dataclass; a receiver is a `match` over them: `Line.receive` in the engine's process, and
+`RemoteEngine.receive` in a worker. On the socket, a message is a list in JSON, which has the class's name and then the
+fields in their order, and an array of integers (mostly token ids) for the field `numbers`. Unlike a pickle, it cannot
+execute code. Both processes run the same version, so the list needs no names of fields.
+
+Stop strings are found in two places: in the worker, which turns tokens into text and reports `Stopped`, so that the
+engine's process need not decode text; and in the engine, for requests without a worker, and where only the engine's
+process has the tokenizer.
+"""
+
+import json
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from minillm.errors import MinillmError
+from minillm.values import shown
+
+from .config import ServerConfig
+
+MAGIC = b"mini"
+HEADER = struct.Struct("<4sII")  # MAGIC; bytes of JSON; bytes of numbers that follow it
+NUMBER = "q"
+Answer = TypeVar("Answer")
+
+
+class MalformedMessage(MinillmError):
+    """What came over the socket is no message, or none for this end. The connection cannot be used any further."""
+
+
+# ---- parts of messages
+
+
+class PromptForm(NamedTuple):
+    """A prompt of a `Submit`. Its text is sent too, as the engine's process may tokenize differently."""
+
+    length: int | None  # of its ids among the numbers; None: only the engine's process can tokenize
+    text: str | None = None
+    special: bool = True  # whether the tokenizer adds its special tokens
+
+
+class Refusal(NamedTuple):
+    """An error. kind: a key of `link.REFUSALS`. retry_after: seconds until another try may succeed."""
+
+    kind: str
+    message: str
+    retry_after: int | None = None
+
+
+class Event(NamedTuple):
+    """What a choice gained, if that is more than one token."""
+
+    key: int
+    ids: list[int]
+    text: str = ""  # this and offsets: only where workers cannot decode
+    reason: str | None = None  # of a finished choice
+    stop: int | str | None = None
+    logprobs: list | None = None
+    prompt_logprobs: list | None = None
+    offsets: list[int] | None = None
+    cached: int = 0  # tokens of the prompt found in the prefix cache
+    refusal: Refusal | None = None  # the error that ends the choice; with a reason, this choice alone
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an HTTP worker needs to know about the engine."""
+
+    name: str  # the model's name for clients
+    encodes: bool  # whether text can be tokenized at all, in this process or the engine's
+    max_model_len: int  # tokens in the context
+    max_request_len: int  # most tokens in prompt and output together; more than max_model_len if requests stream past
+    vocab_size: int
+    dtype: str  # such as "bfloat16"
+    max_num_seqs: int  # most choices in a batch
+    capacity: int  # most choices that may run or wait in the server
+    config: ServerConfig  # without the key
+    api_key: str | None = None  # what `gate.digest` returned for the server's key, if it has one
+
+
+# ---- from a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Run n choices of each prompt. Their keys are consecutive, prompt by prompt."""
+
+    key: int  # of the first choice
+    prompts: list[PromptForm]
+    params: dict[str, Any]  # fields of `SamplingParams` that differ from their defaults
+    options: dict[str, Any]  # fields of `RequestOptions`, likewise
+    n: int
+    stops: bool  # whether there are stop strings, which the worker finds
+    client: str | None  # known only if the number of its choices is limited
+    numbers: array  # the ids of all prompts, joined
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Abort these choices."""
+
+    keys: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The choice has reached this stop string and needs no more tokens."""
+
+    key: int
+    string: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[Answer]):
+    """A question of a worker, which has an answer of this type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Answer a question, with a `Reply` of the same id."""
+
+    id: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Alive(Question[bool]):
+    """Whether the engine accepts requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges(Question[dict[str, Any]]):
+    """Whether the engine is alive, and the metrics that may rise and fall."""
+
+
+@dataclass(frozen=True, slots=True)
+class State(Question[str]):
+    """What the engine holds, as JSON for the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderChat(Question[str]):
+    """A conversation in the model's chat template. This and what follows: only where workers have no tokenizer."""
+
+    messages: list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Encode(Question[list[int]]):
+    """The token ids of a text."""
+
+    text: str
+    special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decode(Question[str]):
+    """The text of token ids."""
+
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShowTokens(Question[list]):
+    """What is shown of each token: the fields of its `TokenText`."""
+
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets(Question[list[int]]):
+    """Where each token begins in an echoed prompt: see `TokenTexts.prompt_offsets`."""
+
+    ids: list[int]
+    prompt: str
+    written: bool
+
+
+# ---- from the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message. tokenizer: the directory to load it from; None if there is none or it is an object."""
+
+    facts: EngineFacts
+    tokenizer: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The ids of prompts that the engine's process encoded."""
+
+    key: int  # of the first choice of the first prompt
+    lengths: list[int]
+    n: int  # choices of each prompt
+    numbers: array  # the ids, joined
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """What choices gained in a step. A step sends all of its tokens for a worker in one message."""
+
+    events: list[Event]
+    numbers: array  # key and token of each choice that gained one token and nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No choice of this submission runs."""
+
+    key: int  # of the first choice
+    choices: int
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to an `Ask`, or the error."""
+
+    id: int
+    value: Any
+    refusal: Refusal | None = None
+
+
+FromWorker = Submit | Abort | Stopped | Ask
+FromEngine = Hello | Encoded | Deltas | Refused | Reply
+Message = FromWorker | FromEngine
+
+
+# ---- on the socket
+
+_QUESTIONS: dict[str, type[Question]] = {
+    each.__name__: each for each in (Alive, Gauges, State, RenderChat, Encode, Decode, ShowTokens, Offsets)
+}
+_NAMES = {
+    kind: [field.name for field in fields(kind) if field.name != "numbers"]
+    for kind in (Submit, Abort, Stopped, Ask, Hello, Encoded, Deltas, Refused, Reply, *_QUESTIONS.values())
+}
+_NONE = array(NUMBER)
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes for the socket."""
+    head = _json(_listed(message)).encode("utf-8", "surrogatepass")
+    data = getattr(message, "numbers", _NONE).tobytes()
+    return HEADER.pack(MAGIC, len(head), len(data)) + head + data
+
+
+def _listed(part: Any) -> list | dict:
+    """A dataclass within a message as JSON has it."""
+    kind = type(part)
+    if kind in _NAMES:
+        return [kind.__name__, *[getattr(part, name) for name in _NAMES[kind]]]
+    return asdict(part)
+
+
+# UTF-8, not ASCII: escapes would make text in most scripts longer and slower to decode.
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_listed).encode
+
+
+def decode(head: bytes | bytearray, data: bytes) -> Message:
+    """The message of these bytes, without the header. Raises MalformedMessage."""
+    try:
+        return _read(json.loads(head), array(NUMBER, data))
+    except (ValueError, TypeError, LookupError) as error:
+        raise MalformedMessage(f"not a message: {shown(bytes(head[:200]))} ({error})") from error
+
+
+def _read(values: Any, numbers: array) -> Message:
+    match values:
+        case ["Deltas", events]:
+            return Deltas([_event(each) for each in events], numbers)
+        case ["Submit", key, prompts, params, options, n, stops, client]:
+            return Submit(key, [PromptForm(*each) for each in prompts], params, options, n, stops, client, numbers)
+        case ["Abort", keys]:
+            return Abort(keys)
+        case ["Stopped", key, string]:
+            return Stopped(key, string)
+        case ["Ask", id, [question, *arguments]]:
+            return Ask(id, _QUESTIONS[question](*arguments))
+        case ["Hello", facts, tokenizer]:
+            return Hello(EngineFacts(**facts | {"config": ServerConfig(**facts["config"])}), tokenizer)
+        case ["Encoded", key, lengths, n]:
+            return Encoded(key, lengths, n, numbers)
+        case ["Refused", key, choices, [*refusal]]:
+            return Refused(key, choices, Refusal(*refusal))
+        case ["Reply", id, value, refusal]:
+            return Reply(id, value, _refusal(refusal))
+    raise ValueError("no message has this name and these fields")
+
+
+def _event(values: list) -> Event:
+    return Event._make(values if values[-1] is None else [*values[:-1], Refusal(*values[-1])])
+
+
+def _refusal(values: list | None) -> Refusal | None:
+    return None if values is None else Refusal(*values)
+
+
+def numbers_of(values: Iterable[int]) -> array:
+    """Integers for a message."""
+    return array(NUMBER, values)
+
+
+class Decoder:
+    """Turns incoming bytes into messages, each as soon as it is complete."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that these bytes complete. Raises MalformedMessage."""
+        self._held += data
+        while len(self._held) >= HEADER.size:
+            magic, head, numbers = HEADER.unpack_from(self._held)
+            if magic != MAGIC:  # or else this end might wait for gigabytes that never come
+                raise MalformedMessage(f"no message begins with {shown(bytes(self._held[: HEADER.size]))}")
+            start, end = HEADER.size + head, HEADER.size + head + numbers
+            if len(self._held) < end:
+                return
+            message = decode(self._held[HEADER.size : start], bytes(self._held[start:end]))
+            del self._held[:end]
+            yield message
