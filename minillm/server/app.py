@@ -1,6 +1,6 @@
 """The routes: OpenAI's API, vLLM's /tokenize, Triton's /v2, health and metrics, and a page.  Lesson 99.
 
-The application holds no model. It sends requests through a `RemoteEngine` to the engine in another process.
+The application holds no model. It sends requests to a `ServedEngine`: in another process, or in this one.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from .event_stream import ClientGone, EventStream, unless_disconnected
 from .gate import Gate, hosts, origins, refusal
 from .lengths import one_of, readable, room
 from .limits import HEALTH
-from .link import Choice, EngineError, Prompt, RemoteEngine
+from .link import Choice, EngineError, Prompt
 from .messages import Message, turns
 from .methods import Methods, allowed
 from .protocol import (
@@ -44,13 +44,14 @@ from .protocol import (
     as_api_error,
 )
 from .responses import Answer, ChatForm, CompletionForm, Echo, dumps, usage
+from .served_engine import ServedEngine
 from .token_texts import TokenText, TokenTexts, complete_text
 from .wire import Alive, Decode, Encode, Offsets, RenderChat, ShowTokens, State
 
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 
 
-def create_app(engine: RemoteEngine, address: str, metrics_text: Callable[[], Awaitable[bytes]]) -> FastAPI:
+def create_app(engine: ServedEngine, address: str, metrics_text: Callable[[], Awaitable[bytes]]) -> FastAPI:
     """Return the application that serves `engine`, which must be connected. address: where the server listens.
 
     metrics_text: returns all metrics, in Prometheus' text format.
@@ -140,7 +141,7 @@ def create_app(engine: RemoteEngine, address: str, metrics_text: Callable[[], Aw
 class _Server:
     """State that the routes share: the engine, the body reader, and the model card."""
 
-    def __init__(self, engine: RemoteEngine):
+    def __init__(self, engine: ServedEngine):
         self.engine = engine
         self.bodies = BodyReader(engine.facts.max_request_len, engine.facts.config.body_timeout)
         self.texts = TokenTexts(engine.tokenizer)

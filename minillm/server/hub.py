@@ -21,7 +21,7 @@ from .config import ServerConfig
 from .engine_room.state import EngineRoom
 from .gate import digest
 from .ledger import Families
-from .line import Line
+from .line import Line, SocketLine
 from .metrics import Metrics, cache_facts
 from .token_texts import TokenTexts
 from .waiting import Admission, Pace, Seen
@@ -76,12 +76,16 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="minillm-hub", daemon=True)
         self._thread.start()
 
-    def connect(self, sock: socket.socket) -> Line:
+    def connect(self, sock: socket.socket) -> SocketLine:
         """Start exchanging messages with a worker at the other end of a socket."""
-        line = Line(self, sock)
+        line = SocketLine(self, sock)
         line.send(self.hello)
         self.soon(lambda: self._listen(line))
         return line
+
+    def attach(self, line: Line) -> None:
+        """Start serving a worker of this process."""
+        self.soon(lambda: self.lines.add(line))
 
     @property
     def alive(self) -> bool:
@@ -141,7 +145,7 @@ class Hub:
 
     # ---- on the hub's thread
 
-    def _listen(self, line: Line) -> None:
+    def _listen(self, line: SocketLine) -> None:
         self.lines.add(line)
         self._selector.register(line.sock, selectors.EVENT_READ, line)
 
@@ -176,7 +180,7 @@ class Hub:
             line.refuse_unless_begun(keys)
         return self.waiting[0][0] - now if self.waiting else None
 
-    def _serve(self, line: Line, events: int) -> bool:
+    def _serve(self, line: SocketLine, events: int) -> bool:
         """Do the reads and writes that are ready; return False if the connection is closed or broken."""
         try:
             if events & selectors.EVENT_WRITE:
@@ -186,12 +190,13 @@ class Hub:
             log.exception("the connection to an HTTP worker failed; its requests are lost")
             return False
 
-    def want_write(self, line: Line, wanted: bool) -> None:
+    def want_write(self, line: SocketLine, wanted: bool) -> None:
         if line in self.lines:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
             self._selector.modify(line.sock, events, line)
 
     def _drop(self, line: Line) -> None:
         self.lines.discard(line)
-        self._selector.unregister(line.sock)
+        if isinstance(line, SocketLine):
+            self._selector.unregister(line.sock)
         line.close()

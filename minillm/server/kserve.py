@@ -22,10 +22,11 @@ from minillm.version import __version__
 from . import tensors
 from .api_error import APIError, check_members, malformed, unknown_field
 from .body import JSON_LENGTH, Form, takes
+from .choice import Choice, Prompt
 from .event_stream import BareStream
-from .link import Choice, Prompt, RemoteEngine
 from .protocol import Body, GenerationRequest
 from .responses import dumps
+from .served_engine import ServedEngine
 
 VERSION = "1"  # of the model; Triton numbers the versions in a model's folder
 TEXT = "text_input"
@@ -45,7 +46,7 @@ _NO_EFFECT = ("n", "stream_options", "return_token_ids")  # fields of OpenAI's A
 class Serving(Protocol):
     """What these routes use of the application."""
 
-    engine: RemoteEngine
+    engine: ServedEngine
 
     async def alive(self) -> bool: ...
     def check_model(self, name: str | None) -> None: ...

@@ -78,44 +78,26 @@ class Job:
 
 
 class Line:
-    """One worker's socket and the choices that run for it; a mailbox for `AsyncLLM`."""
+    """The choices that run for one worker; a mailbox for `AsyncLLM`. A subclass sends its messages to the worker.
 
-    def __init__(self, hub: "Hub", sock: socket.socket):
-        self.hub, self.engine, self.sock = hub, hub.engine, sock
-        sock.setblocking(False)
+    reads_text: whether all text is encoded and decoded here.
+    """
+
+    def __init__(self, hub: "Hub", reads_text: bool):
+        self.hub, self.engine, self.reads_text = hub, hub.engine, reads_text
         self.jobs: dict[int, Job] = {}
         self.compiling: dict[int, str | None] = {}  # choices that wait until their grammar is compiled: their clients
         self._clients: Counter[str | None] = Counter()  # jobs of each
-        self._decoder = Decoder()
-        self._unsent = bytearray()
         self._lock = threading.Lock()
 
-    # ---- writing, on any thread
-
     def send(self, message: FromEngine) -> None:
-        data = encode(message)
-        with self._lock:
-            if self._unsent:
-                self._unsent += data
-                return
-            sent = self._try_to_send(data)
-            if sent < len(data):
-                self._unsent += data[sent:]
-                self.hub.soon(lambda: self.hub.want_write(self, True))
+        """Send a message to the worker, without waiting; on any thread."""
+        raise NotImplementedError
 
-    def _try_to_send(self, data: bytes | bytearray) -> int:
-        try:
-            return self.sock.send(data)
-        except BlockingIOError:
-            return 0
-        except OSError:  # the worker is gone; the hub's thread will notice
-            return len(data)
-
-    def flush(self) -> None:
-        with self._lock:
-            del self._unsent[: self._try_to_send(self._unsent)]
-            if not self._unsent:
-                self.hub.want_write(self, False)
+    def close(self) -> None:
+        """Abort what runs: the worker is gone."""
+        self.compiling.clear()
+        self._abort(list(self.jobs))
 
     def deliver(self, items: list[tuple[Job, Delta | Exception]]) -> None:
         """Send the results of a step in one message: plain tokens as numbers, everything else as events."""
@@ -127,7 +109,7 @@ class Line:
             if isinstance(delta, Exception):
                 self._forget(job.key)
                 events.append(Event(job.key, [], refusal=Refusal("failed", str(delta) or type(delta).__name__)))
-            elif first or self.hub.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
+            elif first or self.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
                 events.append(self._event(job, delta))
             else:
                 plain.append(job.key)
@@ -138,7 +120,7 @@ class Line:
         self.send(Deltas(events, plain))
 
     def _event(self, job: Job, delta: Delta) -> Event:
-        text, offsets = (delta.text, delta.text_offsets) if self.hub.reads_text else ("", None)
+        text, offsets = (delta.text, delta.text_offsets) if self.reads_text else ("", None)
         cached, prompt_logprobs = 0, None
         if not job.prompt_reported:
             job.prompt_reported = True
@@ -160,19 +142,7 @@ class Line:
             job.key, delta.token_ids, text, reason, stop, delta.logprobs, prompt_logprobs, offsets, cached, refusal
         )
 
-    # ---- reading, on the hub's thread
-
-    def read(self) -> bool:
-        """Handle the worker's messages; return False if it has closed the connection."""
-        try:
-            data = self.sock.recv(CHUNK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        for message in self._decoder.feed(data):
-            self.receive(message)
-        return bool(data)
+    # ---- messages from the worker, on the hub's thread
 
     def receive(self, message: Message) -> None:
         """Handle a message from the worker. Raises MalformedMessage."""
@@ -191,12 +161,6 @@ class Line:
                 self._reply(id, lambda: self._answer(question))
             case _:
                 raise MalformedMessage(f"a worker sent {type(message).__name__}, which is the engine's message")
-
-    def close(self) -> None:
-        self.compiling.clear()
-        self._abort(list(self.jobs))
-        with self._lock:
-            self.sock.close()
 
     def _abort(self, keys: list[int]) -> None:
         for key in keys:
@@ -329,7 +293,7 @@ class Line:
                 job = Job(key + len(jobs), client, stops)
                 with naming("prompt", place, len(prompts)):
                     job.prepared = self.engine.prepare(
-                        ids, each, self, job, options=options, wants_text=self.hub.reads_text, checked=True
+                        ids, each, self, job, options=options, wants_text=self.reads_text, checked=True
                     )
                 jobs.append(job)
         for _ in prompts:
@@ -387,6 +351,63 @@ class Line:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None, "workers ask only if `encodes` is true"
         return tokenizer
+
+
+class SocketLine(Line):
+    """A worker behind a socket."""
+
+    def __init__(self, hub: "Hub", sock: socket.socket):
+        super().__init__(hub, hub.reads_text)
+        self.sock = sock
+        sock.setblocking(False)
+        self._decoder = Decoder()
+        self._unsent = bytearray()
+
+    # ---- writing, on any thread
+
+    def send(self, message: FromEngine) -> None:
+        data = encode(message)
+        with self._lock:
+            if self._unsent:
+                self._unsent += data
+                return
+            sent = self._try_to_send(data)
+            if sent < len(data):
+                self._unsent += data[sent:]
+                self.hub.soon(lambda: self.hub.want_write(self, True))
+
+    def _try_to_send(self, data: bytes | bytearray) -> int:
+        try:
+            return self.sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the worker is gone; the hub's thread will notice
+            return len(data)
+
+    def flush(self) -> None:
+        with self._lock:
+            del self._unsent[: self._try_to_send(self._unsent)]
+            if not self._unsent:
+                self.hub.want_write(self, False)
+
+    # ---- reading, on the hub's thread
+
+    def read(self) -> bool:
+        """Handle the worker's messages; return False if it has closed the connection."""
+        try:
+            data = self.sock.recv(CHUNK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        for message in self._decoder.feed(data):
+            self.receive(message)
+        return bool(data)
+
+    def close(self) -> None:
+        super().close()
+        with self._lock:
+            self.sock.close()
 
 
 def _refusal(error: Exception) -> Refusal:

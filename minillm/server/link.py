@@ -112,22 +112,13 @@ def _changed(given: SamplingParams | RequestOptions) -> dict:
     return {field.name: value for field, value in pairs if value != field.default}
 
 
-class RemoteEngine:
-    """The engine as an HTTP worker sees it, whichever process it runs in. `connected` is done once one was connected.
-
-    facts are those of the latest engine. tokenizer: loaded in this process; None if the model has none or the engine's
-    was passed as an object. on_lost: called when the connection to the engine is closed.
-    """
+class EngineClient:
+    """Submits requests to an engine and assembles their choices; a subclass exchanges the messages with it."""
 
     facts: EngineFacts
     tokenizer: Tokenizer | None
 
-    def __init__(self, on_lost: Callable[[], object] = lambda: None) -> None:
-        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._on_lost = on_lost
-        self._link: _Link | None = None
-        self._expected = 0.0  # when the next engine may be ready
-        self._reload = 0.0  # seconds from an engine's end until the next one is ready, by estimate
+    def __init__(self) -> None:
         self._keys = itertools.count()
         self._choices: dict[int, tuple[Choice, asyncio.Queue]] = {}
         self._ids = itertools.count()
@@ -135,18 +126,14 @@ class RemoteEngine:
         self._blocks: set[asyncio.Timeout] = set()  # interrupted by `give_up`
         self._given_up = False
 
-    async def connect(self, sock: socket.socket, reload: float = 0.0) -> None:
-        """Use the engine at the other end of this socket from now on.
-
-        reload: seconds from its end until another one is ready, by estimate.
-        """
-        self._reload = reload
-        await asyncio.get_running_loop().create_connection(lambda: _Link(self), sock=sock)
-
     @property
     def alive(self) -> bool:
-        """Whether the engine is connected."""
-        return self._link is not None
+        """Whether messages reach the engine."""
+        raise NotImplementedError
+
+    def _send(self, message: FromWorker) -> None:
+        """Send a message to the engine. Raises EngineGone."""
+        raise NotImplementedError
 
     # ---- what the HTTP side uses
 
@@ -267,25 +254,7 @@ class RemoteEngine:
         finally:
             self._replies.pop(number, None)
 
-    # ---- the socket
-
-    def _send(self, message: FromWorker) -> None:
-        if self._link is None:
-            raise self._gone("the engine has stopped, and another one starts")
-        self._link.transport.write(encode(message))
-
-    def made(self, link: "_Link") -> None:
-        """A new connection."""
-        self._lose()
-        self._link = link
-
-    def expect(self, seconds: float) -> None:
-        """Another engine is ready in so many seconds, by estimate."""
-        self._expected = time.monotonic() + seconds
-
-    def _gone(self, what: str) -> EngineGone:
-        after = retry_after(self._expected - time.monotonic())
-        return EngineGone(f"{what}: try again in {after} s", after)
+    # ---- messages from the engine
 
     def receive(self, message: Message) -> None:
         """Handle a message from the engine. Raises MalformedMessage."""
@@ -295,8 +264,6 @@ class RemoteEngine:
                     self._gained(key, [token])
                 for event in message.events:
                     self._gained(event.key, event.ids, event)
-            case Hello():
-                self._meet(message)
             case Encoded():
                 self._follow(message)
             case Refused():
@@ -305,37 +272,6 @@ class RemoteEngine:
                 self._answered(message)
             case _:
                 raise MalformedMessage(f"the engine sent {type(message).__name__}, which is a worker's message")
-
-    def lost(self, link: "_Link") -> None:
-        """A connection is closed."""
-        if link is self._link:
-            self._lose()
-            self._on_lost()
-
-    def _lose(self) -> None:
-        """Forget the engine: all that it was asked ends with EngineGone."""
-        if self._link is None:
-            return
-        self._link.transport.close()
-        self._link = None
-        self._expected = max(self._expected, time.monotonic() + self._reload)  # until the owner says more, in `expect`
-        for _, queue in self._choices.values():
-            queue.put_nowait(self._gone("the engine has stopped, and this request with it"))
-        self._choices.clear()
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(self._gone("the engine has stopped"))
-
-    def _meet(self, hello: Hello) -> None:
-        self.facts = hello.facts
-        if self.connected.done():  # the next engine has the same tokenizer
-            return
-        try:
-            self.tokenizer = Tokenizer.from_pretrained(Path(hello.tokenizer)) if hello.tokenizer else None
-        except Exception as error:
-            self.connected.set_exception(error)
-            return
-        self.connected.set_result(None)
 
     def _gained(self, key: int, ids: list[int], event: Event | None = None) -> None:
         """A choice gained these tokens and what else the event has."""
@@ -386,6 +322,89 @@ class RemoteEngine:
             reply.set_result(message.value)
         else:
             reply.set_exception(_error(message.refusal))
+
+
+class RemoteEngine(EngineClient):
+    """The engine as an HTTP worker sees it, behind a socket. `connected` is done once one was connected.
+
+    facts are those of the latest engine. tokenizer: loaded in this process; None if the model has none or the engine's
+    was passed as an object. on_lost: called when the connection to the engine is closed.
+    """
+
+    def __init__(self, on_lost: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._on_lost = on_lost
+        self._link: _Link | None = None
+        self._expected = 0.0  # when the next engine may be ready
+        self._reload = 0.0  # seconds from an engine's end until the next one is ready, by estimate
+
+    async def connect(self, sock: socket.socket, reload: float = 0.0) -> None:
+        """Use the engine at the other end of this socket from now on.
+
+        reload: seconds from its end until another one is ready, by estimate.
+        """
+        self._reload = reload
+        await asyncio.get_running_loop().create_connection(lambda: _Link(self), sock=sock)
+
+    @property
+    def alive(self) -> bool:
+        return self._link is not None
+
+    def receive(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._meet(message)
+        else:
+            super().receive(message)
+
+    def _send(self, message: FromWorker) -> None:
+        if self._link is None:
+            raise self._gone("the engine has stopped, and another one starts")
+        self._link.transport.write(encode(message))
+
+    def made(self, link: "_Link") -> None:
+        """A new connection."""
+        self._lose()
+        self._link = link
+
+    def expect(self, seconds: float) -> None:
+        """Another engine is ready in so many seconds, by estimate."""
+        self._expected = time.monotonic() + seconds
+
+    def _gone(self, what: str) -> EngineGone:
+        after = retry_after(self._expected - time.monotonic())
+        return EngineGone(f"{what}: try again in {after} s", after)
+
+    def lost(self, link: "_Link") -> None:
+        """A connection is closed."""
+        if link is self._link:
+            self._lose()
+            self._on_lost()
+
+    def _lose(self) -> None:
+        """Forget the engine: all that it was asked ends with EngineGone."""
+        if self._link is None:
+            return
+        self._link.transport.close()
+        self._link = None
+        self._expected = max(self._expected, time.monotonic() + self._reload)  # until the owner says more, in `expect`
+        for _, queue in self._choices.values():
+            queue.put_nowait(self._gone("the engine has stopped, and this request with it"))
+        self._choices.clear()
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(self._gone("the engine has stopped"))
+
+    def _meet(self, hello: Hello) -> None:
+        self.facts = hello.facts
+        if self.connected.done():  # the next engine has the same tokenizer
+            return
+        try:
+            self.tokenizer = Tokenizer.from_pretrained(Path(hello.tokenizer)) if hello.tokenizer else None
+        except Exception as error:
+            self.connected.set_exception(error)
+            return
+        self.connected.set_result(None)
 
 
 class _Link(asyncio.Protocol):

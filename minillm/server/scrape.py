@@ -16,7 +16,8 @@ from .control import Control
 from .gate import App, Message, Receive, Scope, Send
 from .ledger import Families
 from .limits import HEALTH
-from .link import EngineError, RemoteEngine
+from .link import EngineError
+from .served_engine import ServedEngine
 from .wire import Gauges
 
 REFUSED = "minillm.refused"  # in the scope of a request that its connection has refused, and counted, meanwhile
@@ -25,7 +26,7 @@ REFUSED = "minillm.refused"  # in the scope of a request that its connection has
 class Scrape:
     """The metrics of the whole server, as one of its workers gives them."""
 
-    def __init__(self, engine: RemoteEngine, owner: Control):
+    def __init__(self, engine: ServedEngine, owner: Control):
         self._engine, self._owner = engine, owner
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Families]] = {}
@@ -36,14 +37,8 @@ class Scrape:
 
     async def render(self) -> bytes:
         """All metrics, in Prometheus' text format."""
-        try:
-            async with asyncio.timeout(HEALTH):  # an engine that is stuck in a step may not even answer
-                found: dict[str, Any] = await self._engine.ask(Gauges())
-        except (EngineError, TimeoutError):
-            found = {"alive": False, "families": []}
-        up = ["minillm_engine_up", "gauge", "1 while the engine accepts requests, and 0 while it is gone or stuck"]
-        families = [[*up, [["minillm_engine_up", {}, int(found["alive"])]]], *found["families"]]
-        return text_of(await self._counted() + families)
+        gauges = await gauges_of(self._engine)
+        return text_of(await self._counted() + gauges)
 
     async def _counted(self) -> Families:
         """What the owner has counted. Raises EngineError if it does not answer."""
@@ -63,6 +58,17 @@ class Scrape:
         reply = self._replies.get(number)
         if reply is not None and not reply.done():
             reply.set_result(families)
+
+
+async def gauges_of(engine: ServedEngine) -> Families:
+    """All that may rise and fall, as far as the engine answers."""
+    try:
+        async with asyncio.timeout(HEALTH):  # an engine that is stuck in a step may not even answer
+            found: dict[str, Any] = await engine.ask(Gauges())
+    except (EngineError, TimeoutError):
+        found = {"alive": False, "families": []}
+    up = ["minillm_engine_up", "gauge", "1 while the engine accepts requests, and 0 while it is gone or stuck"]
+    return [[*up, [["minillm_engine_up", {}, int(found["alive"])]]], *found["families"]]
 
 
 def text_of(families: Families) -> bytes:

@@ -15,7 +15,7 @@ from minillm.server import running
 from minillm.server.config import ServerConfig
 from minillm.server.connections import Connection
 from minillm.server.hub import Hub
-from minillm.server.link import PastDeadline, Prompt, RemoteEngine
+from minillm.server.link import EngineClient, PastDeadline, Prompt, RemoteEngine
 from tests.server.in_process import worker_here
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps
 
@@ -27,13 +27,13 @@ HOUR = 3600.0
 def clocks(monkeypatch) -> list[asyncio.TimerHandle]:
     """The deadlines of the requests that are submitted; a test lets one pass with `_run`."""
     found: list[asyncio.TimerHandle] = []
-    begin = RemoteEngine._set_deadlines
+    begin = EngineClient._set_deadlines
 
     def begun(self, choices, queue):
         found.extend(handles := begin(self, choices, queue))
         return handles
 
-    monkeypatch.setattr(RemoteEngine, "_set_deadlines", begun)
+    monkeypatch.setattr(EngineClient, "_set_deadlines", begun)
     return found
 
 

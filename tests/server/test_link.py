@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
-from minillm.server.hub import Hub, Line
+from minillm.server.hub import Hub
 from minillm.server.lengths import TooLong, room
+from minillm.server.line import SocketLine
 from minillm.server.link import REFUSALS, EngineGone, Prompt, RemoteEngine, _changed
 from minillm.server.wire import (
     HEADER,
@@ -317,8 +318,8 @@ def test_messages_keep_their_order_when_a_socket_takes_a_part_of_one():
             sent.extend(data[:count])
             return count
 
-    hub = SimpleNamespace(engine=None, soon=lambda task: None, want_write=lambda line, wanted: None)
-    line = Line(hub, Narrow())
+    hub = SimpleNamespace(engine=None, reads_text=False, soon=lambda task: None, want_write=lambda line, wanted: None)
+    line = SocketLine(hub, Narrow())
     messages = [Reply(1, "first"), Reply(2, "second")]
     for message in messages:
         line.send(message)
