@@ -1,9 +1,13 @@
-"""A server running a small random model with tiny-gemma's tokenizer; these tests do not need fluent text."""
+"""A server of processes, and one within this process, running a small random model with tiny-gemma's tokenizer."""
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from minillm.engine.async_llm import AsyncLLM
@@ -55,3 +59,36 @@ def engine(model_directory):
 def server(engine):
     with running(engine) as server:
         yield server
+
+
+@dataclass
+class Here:
+    """A server without a socket and without processes, and a client of it."""
+
+    engine: AsyncLLM
+    model: str
+    client: httpx.Client
+
+
+@contextmanager
+def served_here(engine: AsyncLLM, **options) -> Iterator[Here]:
+    """Serve an engine within this process; options: fields of `ServerConfig`."""
+    pytest.importorskip("fastapi", reason="the server needs fastapi, which is not installed here")
+    from starlette.testclient import TestClient
+
+    from minillm.server.app import create_app
+    from minillm.server.config import ServerConfig
+    from minillm.server.local import LocalServedEngine
+    from minillm.server.scrape import Counted
+
+    served = LocalServedEngine(engine, config=ServerConfig(log_level="warning", **options))
+    app = Counted(create_app(served, "127.0.0.1", served.metrics_text), served.ledger.answered)
+    with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
+        yield Here(engine, served.facts.name, client)
+    served.close()
+
+
+@pytest.fixture(scope="session")
+def here(engine):
+    with served_here(engine) as here:
+        yield here

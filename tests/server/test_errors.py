@@ -3,13 +3,11 @@
 import json
 from dataclasses import fields
 
-import httpx
 import openai
 import pytest
 
 from minillm import SamplingParams
 from minillm.server.protocol import ChatRequest, CompletionRequest
-from tests.waiting import TIMEOUT
 
 pytestmark = pytest.mark.key
 
@@ -19,9 +17,8 @@ CHAT = {"messages": TURNS, "max_tokens": 4}
 
 
 @pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
-        yield client
+def http(here):
+    return here.client
 
 
 def post(http, body):
@@ -286,8 +283,8 @@ def test_a_lone_surrogate_is_rejected_in_any_field(http):
     assert "\ud800" in ask("/v1/chat/completions", CHAT | {"messages": turns})["message"]
 
 
-def test_an_unknown_model_is_not_found(server):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def test_an_unknown_model_is_not_found(http):
+    client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=http)
     with pytest.raises(openai.NotFoundError, match="'gpt-5': this server serves 'small-random'") as caught:
         client.completions.create(model="gpt-5", prompt="a")
     assert caught.value.code == "model_not_found"
@@ -296,8 +293,8 @@ def test_an_unknown_model_is_not_found(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_longer_than_the_context_is_rejected(http, server, stream):
-    limit = server.engine.max_model_len
+def test_a_prompt_longer_than_the_context_is_rejected(http, here, stream):
+    limit = here.engine.max_model_len
     for path, body in (
         ("/v1/completions", {"prompt": [5] * limit}),
         ("/v1/completions", {"prompt": ["short", "word " * 1000]}),

@@ -2,13 +2,11 @@
 
 import json
 
-import httpx
 import pytest
 
 from minillm.from_vllm.http import PATHS, TURN
 from minillm.server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHATS, CompletionRequest
 from minillm.version import __version__
-from tests.waiting import TIMEOUT
 
 BODIES = {
     "/v1/completions": {"prompt": "The river", "max_tokens": 4, "temperature": 0},
@@ -18,9 +16,8 @@ FIELDS = {"/v1/completions": UNSUPPORTED, "/v1/chat/completions": UNSUPPORTED_IN
 
 
 @pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
-        yield client
+def http(here):
+    return here.client
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -122,7 +119,7 @@ def test_other_ways_to_ask_for_a_structure_name_what_there_is(http):
             assert ours in error and f"(for {name})" in error
 
 
-def test_the_models_card_has_what_vllms_benchmark_reads(server):
-    (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+def test_the_models_card_has_what_vllms_benchmark_reads(http):
+    (card,) = http.get("/v1/models").json()["data"]
     assert card["root"] == card["id"] == "small-random" and card["parent"] is None
-    assert httpx.get(f"{server.url}/v1/models/small-random").json() == card
+    assert http.get("/v1/models/small-random").json() == card

@@ -9,7 +9,6 @@ import pytest
 
 from minillm.request import SamplingParams
 from minillm.server import running
-from tests.waiting import TIMEOUT
 
 PROMPTS = ["The river", "A stone at Högg"]
 TOKENS = 8
@@ -19,9 +18,8 @@ TYPES = {"max_tokens": "INT32", "temperature": "FP32", "ignore_eos": "BOOL", "se
 
 
 @pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
-        yield client
+def http(here):
+    return here.client
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,15 @@
 import itertools
 import random
 
-import httpx
 import pytest
-
-from tests.waiting import TIMEOUT
 
 NUMBERS = itertools.count()  # a different prompt for each test, because they share an engine
 MESSAGE = "What does the quirrel eat on the island, and who told the lighthouse keeper? " * 3
 
 
 @pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
-        yield client
+def http(here):
+    return here.client
 
 
 @pytest.fixture(params=["completions", "chat/completions"])

@@ -2,20 +2,17 @@
 
 import json
 
-import httpx
 import pytest
 
 from tests.server.conftest import MAX_MODEL_LEN
-from tests.waiting import TIMEOUT
 
 SCORE = {"echo": True, "logprobs": 0, "max_tokens": 0}
 WHOLE = [2] + [10 + i for i in range(MAX_MODEL_LEN - 1)]
 
 
 @pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
-        yield client
+def http(here):
+    return here.client
 
 
 def complete(http, **body):

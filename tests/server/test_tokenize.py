@@ -14,24 +14,23 @@ QUESTION = [{"role": "user", "content": "Where is the river?"}]
 
 
 @pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
-        yield client
+def http(here):
+    return here.client
 
 
-def test_ids_of_a_text_and_the_text_of_ids(http, server):
-    tokenizer = server.engine.tokenizer
+def test_ids_of_a_text_and_the_text_of_ids(http, here):
+    tokenizer = here.engine.tokenizer
     assert isinstance(tokenizer, Tokenizer)
     for special in (True, False):
         found = http.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": special}).json()
         ids = tokenizer.encode(TEXT, special)
-        assert found == {"count": len(ids), "max_model_len": server.engine.max_model_len, "tokens": ids}
+        assert found == {"count": len(ids), "max_model_len": here.engine.max_model_len, "tokens": ids}
         assert http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": TEXT}
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
-def test_the_strings_of_tokens_are_the_vocabularys_pieces(http, server, model_directory):
-    body = {"prompt": TEXT, "return_token_strs": True, "model": server.model}
+def test_the_strings_of_tokens_are_the_vocabularys_pieces(http, here, model_directory):
+    body = {"prompt": TEXT, "return_token_strs": True, "model": here.model}
     strings = http.post("/tokenize", json=body).json()["token_strs"]
     library = tokenizers.Tokenizer.from_file(str(model_directory / "tokenizer.json"))
     assert strings == library.encode(TEXT).tokens
@@ -47,10 +46,10 @@ def test_ids_of_a_conversation_are_those_that_a_chat_has(http):
     assert twice["tokens"] == [found["tokens"][0], *found["tokens"]]
 
 
-def test_a_text_longer_than_the_context_is_counted(http, server):
-    text = "river " * server.engine.max_model_len
+def test_a_text_longer_than_the_context_is_counted(http, here):
+    text = "river " * here.engine.max_model_len
     found = http.post("/tokenize", json={"prompt": text}).json()
-    assert found["count"] > found["max_model_len"] == server.engine.max_model_len
+    assert found["count"] > found["max_model_len"] == here.engine.max_model_len
 
 
 @pytest.mark.parametrize(
