@@ -10,6 +10,8 @@ from minillm.tokenizer import Tokenizer
 
 from .wire import Event, PromptForm
 
+ONLY_TOKENS = Event(0, [])  # the other fields of an event that has nothing but tokens
+
 
 @dataclass
 class Prompt:
@@ -47,19 +49,13 @@ class Choice:
         self.completion.prompt_token_ids = ids
         self.output = self._start(prompt=ids) if self._start is not None else None
 
-    def take(
-        self,
-        ids: list[int],
-        text: str = "",
-        reason: str | None = None,
-        stop: int | str | None = None,
-        logprobs: list | None = None,
-        prompt_logprobs: list | None = None,
-        offsets: list[int] | None = None,
-        cached: int = 0,
-    ) -> Delta:
-        """Apply an event from the engine. A stop string ends the choice; the tokens after it are dropped."""
+    def take(self, ids: list[int], event: Event = ONLY_TOKENS) -> Delta:
+        """Apply what the engine reports: more tokens, and the other fields of an event.
+
+        A stop string ends the choice; the tokens after it are dropped.
+        """
         done = self.completion
+        text, offsets, reason, stop = event.text, event.offsets, event.reason, event.stop
         if self.output is not None:
             ids = ids[: self.output.add(ids, reason)]
             if self.output.stop_string is not None:
@@ -68,33 +64,21 @@ class Choice:
             offsets = self.output.offsets and self.output.offsets[len(done.token_ids) :]
         done.text += text
         done.token_ids += ids
-        done.num_cached_tokens += cached
-        if logprobs is not None:
-            logprobs = [_with_ids(entry) for entry in logprobs[: len(ids)]]
+        done.num_cached_tokens += event.cached
+        logprobs: list | None = None
+        if event.logprobs is not None:
+            logprobs = [_with_ids(entry) for entry in event.logprobs[: len(ids)]]
             if done.logprobs is not None:
                 done.logprobs += logprobs
         if offsets is not None and done.text_offsets is not None:
             done.text_offsets += offsets
-        if prompt_logprobs is not None:
-            done.prompt_logprobs = [_with_ids(entry) for entry in prompt_logprobs]
+        if event.prompt_logprobs is not None:
+            done.prompt_logprobs = [_with_ids(entry) for entry in event.prompt_logprobs]
         delta = Delta(text, ids, logprobs, reason, stop, text_offsets=offsets)
         if reason is not None:
             done.finish_reason, done.stop_reason = reason, stop
             delta.completion = done
         return delta
-
-    def take_event(self, event: Event) -> Delta:
-        """Apply an event with more than one token to report."""
-        return self.take(
-            event.ids,
-            event.text,
-            event.reason,
-            event.stop,
-            event.logprobs,
-            event.prompt_logprobs,
-            event.offsets,
-            event.cached,
-        )
 
 
 def _with_ids(entry: dict[str, float] | None) -> TokenLogprobs | None:

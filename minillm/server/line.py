@@ -139,7 +139,7 @@ class Line:
             if delta.completion.scheduled_time is not None:  # or else no row is free that was not before
                 self.hub.pace.ended(seen, delta.finish_reason == "stop")
         return Event(
-            job.key, delta.token_ids, text, reason, stop, delta.logprobs, prompt_logprobs, offsets, cached, refusal
+            job.key, delta.token_ids, delta.logprobs, reason, stop, cached, text, offsets, prompt_logprobs, refusal
         )
 
     # ---- messages from the worker, on the hub's thread

@@ -21,7 +21,7 @@ from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
 from .access import CURRENT, Access
-from .choice import Choice, Prompt
+from .choice import ONLY_TOKENS, Choice, Prompt
 from .lengths import TooLong
 from .waiting import retry_after
 from .wire import (
@@ -273,13 +273,13 @@ class EngineClient:
             case _:
                 raise MalformedMessage(f"the engine sent {type(message).__name__}, which is a worker's message")
 
-    def _gained(self, key: int, ids: list[int], event: Event | None = None) -> None:
-        """A choice gained these tokens and what else the event has."""
+    def _gained(self, key: int, ids: list[int], event: Event = ONLY_TOKENS) -> None:
+        """Give a choice these tokens and the other fields of an event."""
         found = self._choices.get(key)
         if found is None:  # aborted or stopped, but this event was already on its way
             return
         choice, queue = found
-        if event is not None and event.refusal is not None:
+        if event.refusal is not None:
             error = _error(event.refusal)
             if event.reason is None:
                 del self._choices[key]
@@ -288,13 +288,13 @@ class EngineClient:
             choice.failure = error
         # Not in `stream`: even if the client reads slowly, the engine must learn of a stop string at once.
         try:
-            delta = choice.take(ids) if event is None else choice.take_event(event)
+            delta = choice.take(ids, event)
         except Exception as mistake:  # an error in the tokenizer ends only this request
             queue.put_nowait(mistake)
             return
         if delta.finish_reason is not None:
             del self._choices[key]
-            if event is None or event.reason is None:
+            if event.reason is None:
                 self._send(Stopped(key, cast(str, delta.stop_reason)))  # only a stop string ends a choice here
         queue.put_nowait((choice, delta))
 

@@ -52,17 +52,17 @@ class Refusal(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a choice gained, if that is more than one token."""
+    """What a choice gained, if that is more than one token. The fields that most events have come first."""
 
     key: int
     ids: list[int]
-    text: str = ""  # this and offsets: only where workers cannot decode
+    logprobs: list | None = None
     reason: str | None = None  # of a finished choice
     stop: int | str | None = None
-    logprobs: list | None = None
-    prompt_logprobs: list | None = None
-    offsets: list[int] | None = None
     cached: int = 0  # tokens of the prompt found in the prefix cache
+    text: str = ""  # this and offsets: only where workers cannot decode
+    offsets: list[int] | None = None
+    prompt_logprobs: list | None = None
     refusal: Refusal | None = None  # the error that ends the choice; with a reason, this choice alone
 
 
@@ -243,12 +243,14 @@ _NAMES = {
 }
 _NONE = array(NUMBER)
 _PLAIN = b'["Deltas",[]]'  # nearly all messages have this JSON, which is neither written nor read anew
+_AFTER_LOGPROBS, _AFTER_STOP = Event(0, [])[3:], Event(0, [])[5:]  # the defaults of an event's last fields
 
 
 def encode(message: Message) -> bytes:
     """A message as bytes for the socket."""
-    if isinstance(message, Deltas) and not message.events:
-        head = _PLAIN
+    if isinstance(message, Deltas):
+        events = [_short(each) for each in message.events]
+        head = _json(["Deltas", events]).encode("utf-8", "surrogatepass") if events else _PLAIN
     else:
         head = _json(_listed(message)).encode("utf-8", "surrogatepass")
     data = getattr(message, "numbers", _NONE).tobytes()
@@ -300,8 +302,16 @@ def _read(values: Any, numbers: array) -> Message:
     raise ValueError("no message has this name and these fields")
 
 
+def _short(event: Event) -> tuple:
+    """An event as JSON has it: without its last fields, if they have their defaults."""
+    if event[3:] == _AFTER_LOGPROBS:
+        return event[:3]
+    return event[:5] if event[5:] == _AFTER_STOP else event
+
+
 def _event(values: list) -> Event:
-    return Event._make(values if values[-1] is None else [*values[:-1], Refusal(*values[-1])])
+    event = Event(*values)
+    return event if event.refusal is None else event._replace(refusal=Refusal(*event.refusal))
 
 
 def _refusal(values: list | None) -> Refusal | None:

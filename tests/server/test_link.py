@@ -58,10 +58,11 @@ PROMPTS = st.lists(st.builds(PromptForm, st.none() | INT, st.none() | TEXT, st.b
 REFUSED = st.builds(Refusal, st.sampled_from([*REFUSALS]), TEXT, st.none() | INT)
 LOGPROBS = st.none() | st.lists(st.dictionaries(TEXT, st.floats(allow_nan=False)))
 END = st.none() | INT | TEXT
+REASON = st.none() | TEXT
 EVENTS = st.lists(
-    st.builds(
-        Event, INT, IDS, TEXT, st.none() | TEXT, END, LOGPROBS, LOGPROBS, st.none() | IDS, INT, st.none() | REFUSED
-    )
+    st.builds(Event, INT, IDS, LOGPROBS)
+    | st.builds(Event, INT, IDS, LOGPROBS, REASON, END)
+    | st.builds(Event, INT, IDS, LOGPROBS, REASON, END, INT, TEXT, st.none() | IDS, LOGPROBS, st.none() | REFUSED)
 )
 CONFIG = ServerConfig(max_wait=0, cors_origins="*", log_level="critical")
 FACTS = st.builds(EngineFacts, TEXT, st.booleans(), INT, INT, INT, TEXT, INT, INT, st.just(CONFIG), st.none() | TEXT)
@@ -116,6 +117,12 @@ def test_a_message_is_a_header_a_list_and_numbers():
     assert data == HEADER.pack(MAGIC, len(b'["Deltas",[]]'), 8) + b'["Deltas",[]]' + (7).to_bytes(8, "little")
 
 
+def test_an_event_is_sent_without_its_last_fields_if_they_have_their_defaults():
+    events = [Event(1, [5]), Event(2, [6], [{"6": -0.5}]), Event(3, [7], reason="length"), Event(4, [8], cached=16)]
+    head = b'["Deltas",[[1,[5],null],[2,[6],[{"6":-0.5}]],[3,[7],null,"length",null],'
+    assert encode(Deltas(events, numbers_of([])))[HEADER.size :].startswith(head + b'[4,[8],null,null,null,16,"",')
+
+
 # What is no message: bytes without a header, no JSON, an unknown name, too few fields, wrong types, half a number.
 MALFORMED = {
     "no header": b"GET / HTTP/1.1\r\n\r\n",
@@ -124,7 +131,7 @@ MALFORMED = {
     "unknown": framed(b'["Shutdown",1]'),
     "too few fields": framed(b'["Submit",0,[]]'),
     "too many fields": framed(b'["Abort",[0],1]'),
-    "an event without fields": framed(b'["Deltas",[[0,[5]]]]'),
+    "an event without tokens": framed(b'["Deltas",[[0]]]'),
     "unknown question": framed(b'["Ask",0,["Password"]]'),
     "a question's arguments": framed(b'["Ask",0,["Decode"]]'),
     "unknown facts": framed(b'["Hello",{"config":{}},null]'),

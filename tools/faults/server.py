@@ -312,7 +312,7 @@ FAULTS = (
     Fault(
         "cached tokens are not in a request's usage",
         "minillm/server/choice.py",
-        "done.num_cached_tokens += cached",
+        "done.num_cached_tokens += event.cached",
         "pass",
         "tests/server/test_completions.py -k cached",
     ),
