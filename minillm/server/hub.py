@@ -8,24 +8,22 @@ import logging
 import selectors
 import socket
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
 from minillm.engine.async_llm import AsyncLLM
 
+from .admission import Admission
 from .config import ServerConfig
 from .engine_room.state import EngineRoom
 from .gate import digest
 from .ledger import Families
-from .line import Line, SocketLine
+from .line import Line, Shared, SocketLine
 from .metrics import Metrics, cache_facts
 from .token_texts import TokenTexts
-from .waiting import Admission, Pace, Seen
-from .wire import EngineFacts, Hello, Refusal
+from .wire import EngineFacts, Hello
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +31,18 @@ log = logging.getLogger(__name__)
 class Hub:
     """Connects an engine to its workers.
 
-    A request is refused as busy if it would exceed config.max_queued choices beyond those that fit in a step, or would
-    wait longer than config.max_wait, by estimate. An engine that is busy with the same step for longer than
-    config.hang_timeout counts as stuck, and not as ready.
+    An engine that is busy with the same step for longer than config.hang_timeout counts as stuck, and not as ready.
     """
 
     def __init__(self, engine: AsyncLLM, name: str, config: ServerConfig = ServerConfig()):
-        self.engine = engine
-        self.config, rows = config, engine.config.max_num_seqs
-        self.capacity = rows + config.max_queued
-        self.pace = Pace(rows, self._seen)
-        self._admission = Admission(rows, self.capacity, config.max_wait, self.pace)
+        self.engine, self.config = engine, config
+        self.lines: set[Line] = set()
+        rows = engine.config.max_num_seqs
+        self.admission = Admission(rows, config, self.lines)
         self.metrics = Metrics(name, engine.max_model_len, cache_facts(engine))
         self.room = EngineRoom(engine, self.metrics, self.soon)
-        self.texts = TokenTexts(engine.tokenizer)
+        texts, compiler = TokenTexts(engine.tokenizer), ThreadPoolExecutor(1, thread_name_prefix="minillm-grammars")
+        self.shared = Shared(engine, config, self.admission, self.metrics, self.room, texts, compiler, self.soon)
         directory = engine.tokenizer_directory
         # Whether all text is encoded and decoded here: workers cannot load a tokenizer that was passed as an object.
         self.reads_text = engine.tokenizer is not None and directory is None
@@ -58,27 +54,23 @@ class Hub:
             vocab_size=engine.model_config.vocab_size,
             dtype=str(engine.dtype).removeprefix("torch."),
             max_num_seqs=rows,
-            capacity=self.capacity,
+            capacity=self.admission.capacity.choices,
             config=replace(config, api_key=None),
             api_key=digest(config.api_key),
         )
         self.hello = Hello(self.facts, str(directory.resolve()) if directory else None)
-        self.lines: set[Line] = set()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)  # if it is full, the thread will wake up anyway
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._tasks: list[Callable[[], None]] = []
         self._closing = False
-        self.waiting: deque[tuple[float, Line, range]] = deque()  # submissions, by the time when they must have begun
-        # Compiles grammars, so that neither this thread nor the engine's waits for them.
-        self.compiler = ThreadPoolExecutor(1, thread_name_prefix="minillm-grammars")
         self._thread = threading.Thread(target=self._run, name="minillm-hub", daemon=True)
         self._thread.start()
 
     def connect(self, sock: socket.socket) -> SocketLine:
         """Start exchanging messages with a worker at the other end of a socket."""
-        line = SocketLine(self, sock)
+        line = SocketLine(self.shared, self.reads_text, sock, self._want_write)
         line.send(self.hello)
         self.soon(lambda: self._listen(line))
         return line
@@ -95,36 +87,7 @@ class Hub:
     @property
     def running(self) -> int:
         """The number of choices that were accepted and are not finished."""
-        return sum(len(line.jobs) + len(line.compiling) for line in list(self.lines))  # any thread asks
-
-    def busy(self, choices: int) -> Refusal | None:
-        """Return the refusal if the server cannot take so many more choices now, and None if it can."""
-        return self._admission.refusal(self.running, choices)
-
-    def too_many(self, client: str | None, choices: int) -> Refusal | None:
-        """Return the refusal if a client has too many choices for so many more, and None if it has not."""
-        most = self.config.max_per_client
-        if most is None:
-            return None
-        running = sum(line.of(client) for line in self.lines)
-        if running + choices <= most:
-            return None
-        why = f"has {running} of at most {most} choices running or waiting, and asks for {choices} more"
-        return Refusal("busy", f"this client {why}: wait until some end, or ask for fewer", 1)
-
-    def waits(self, line: Line, keys: range) -> None:
-        """A submission is about to wait, for config.queue_timeout at most."""
-        if (most := self.config.queue_timeout) is None:
-            return
-        if len(self.waiting) >= 2 * self.capacity:  # at most half of them can still wait
-            self.waiting = deque(each for each in self.waiting if each[1].waits(each[2]))
-        self.waiting.append((time.monotonic() + most, line, keys))
-
-    def _seen(self) -> Iterator[Seen]:
-        """What runs and waits, for the estimate of the wait."""
-        for line in list(self.lines):
-            for job in list(line.jobs.values()):  # a copy: the engine's thread removes those that have ended
-                yield job.seen
+        return self.admission.running
 
     def counted(self) -> Families:
         """What the engine and this hub have counted so far; any thread asks."""
@@ -135,7 +98,7 @@ class Hub:
         self._closing = True
         self.soon(lambda: None)
         self._thread.join()
-        self.compiler.shutdown(cancel_futures=True)
+        self.shared.compiler.shutdown(cancel_futures=True)
 
     def soon(self, task: Callable[[], None]) -> None:
         """Run `task` on the hub's thread."""
@@ -151,7 +114,7 @@ class Hub:
 
     def _run(self) -> None:
         while not self._closing:
-            for key, events in self._selector.select(self._refuse_the_overdue()):
+            for key, events in self._selector.select(self.admission.refuse_the_overdue()):
                 line = key.data
                 if line is None:
                     self._woken.recv(4096)
@@ -172,14 +135,6 @@ class Hub:
         except Exception:  # it must not end the thread, which serves everyone
             log.exception("an operation of the server failed")
 
-    def _refuse_the_overdue(self) -> float | None:
-        """Refuse what has waited for too long. Returns the seconds until the next one may have, or None."""
-        now = time.monotonic()
-        while self.waiting and self.waiting[0][0] <= now:
-            _, line, keys = self.waiting.popleft()
-            line.refuse_unless_begun(keys)
-        return self.waiting[0][0] - now if self.waiting else None
-
     def _serve(self, line: SocketLine, events: int) -> bool:
         """Do the reads and writes that are ready; return False if the connection is closed or broken."""
         try:
@@ -190,7 +145,7 @@ class Hub:
             log.exception("the connection to an HTTP worker failed; its requests are lost")
             return False
 
-    def want_write(self, line: SocketLine, wanted: bool) -> None:
+    def _want_write(self, line: SocketLine, wanted: bool) -> None:
         if line in self.lines:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0)
             self._selector.modify(line.sock, events, line)

@@ -6,20 +6,25 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from minillm import overrides
-from minillm.engine.async_llm import Prepared
+from minillm.engine.async_llm import AsyncLLM, Prepared
 from minillm.errors import InvalidRequest, MissingPackage, naming
 from minillm.request import NOT_NUMBERS, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 
+from .admission import Admission
+from .config import ServerConfig
+from .engine_room.state import EngineRoom
 from .lengths import TooLong, one_of, room
+from .metrics import Metrics
+from .token_texts import TokenTexts
 from .waiting import Seen, retry_after
 from .wire import (
     NUMBER,
@@ -27,19 +32,19 @@ from .wire import (
     Alive,
     Ask,
     Decode,
-    Decoder,
     Deltas,
     Encode,
     Encoded,
     Event,
+    Failure,
     FromEngine,
     Gauges,
     MalformedMessage,
     Message,
+    MessageDecoder,
     Offsets,
     PromptForm,
     Question,
-    Refusal,
     Refused,
     RenderChat,
     Reply,
@@ -50,9 +55,6 @@ from .wire import (
     encode,
     numbers_of,
 )
-
-if TYPE_CHECKING:
-    from .hub import Hub
 
 CHUNK = 1 << 18  # bytes per read
 
@@ -77,14 +79,31 @@ class Job:
         return Seen(request.limit - len(request.prompt), certain, len(done.token_ids), *times)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What the lines to all workers share. soon: runs a function on the hub's thread.
+
+    compiler: compiles grammars, so that neither the hub's thread nor the engine's waits for them.
+    """
+
+    engine: AsyncLLM
+    config: ServerConfig
+    admission: Admission
+    metrics: Metrics
+    room: EngineRoom
+    texts: TokenTexts
+    compiler: ThreadPoolExecutor
+    soon: Callable[[Callable[[], None]], None]
+
+
 class Line:
     """The choices that run for one worker; a mailbox for `AsyncLLM`. A subclass sends its messages to the worker.
 
     reads_text: whether all text is encoded and decoded here.
     """
 
-    def __init__(self, hub: "Hub", reads_text: bool):
-        self.hub, self.engine, self.reads_text = hub, hub.engine, reads_text
+    def __init__(self, shared: Shared, reads_text: bool):
+        self.shared, self.engine, self.reads_text = shared, shared.engine, reads_text
         self.jobs: dict[int, Job] = {}
         self.compiling: dict[int, str | None] = {}  # choices that wait until their grammar is compiled: their clients
         self._clients: Counter[str | None] = Counter()  # jobs of each
@@ -108,7 +127,7 @@ class Line:
             first, job.last = not job.last, now
             if isinstance(delta, Exception):
                 self._forget(job.key)
-                events.append(Event(job.key, [], refusal=Refusal("failed", str(delta) or type(delta).__name__)))
+                events.append(Event(job.key, [], failure=Failure("failed", str(delta) or type(delta).__name__)))
             elif first or self.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
                 events.append(self._event(job, delta))
             else:
@@ -116,7 +135,7 @@ class Line:
                 plain.append(delta.token_ids[0])
         for last, count in waited.items():
             if last:
-                self.hub.metrics.between.add(now - last, count)
+                self.shared.metrics.between.add(now - last, count)
         self.send(Deltas(events, plain))
 
     def _event(self, job: Job, delta: Delta) -> Event:
@@ -126,20 +145,20 @@ class Line:
             job.prompt_reported = True
             completion = job.prepared.tracked.completion
             cached, prompt_logprobs = completion.num_cached_tokens, completion.prompt_logprobs
-        refusal, reason, stop = None, None, None
+        failure, reason, stop = None, None, None
         if delta.completion is not None:
             reason, stop = delta.finish_reason, delta.stop_reason
             if stop == NOT_NUMBERS:
-                refusal = Refusal("not_numbers", NOT_NUMBERS)
+                failure = Failure("not_numbers", NOT_NUMBERS)
             elif reason == "abort" and isinstance(stop, str):  # its grammar failed
-                refusal = Refusal("invalid", f"json_schema cannot be followed to the end of this answer: {stop}")
+                failure = Failure("invalid", f"json_schema cannot be followed to the end of this answer: {stop}")
             self._forget(job.key)
             seen = job.seen
-            self.hub.metrics.observe(delta.completion, seen.limit)
+            self.shared.metrics.observe(delta.completion, seen.limit)
             if delta.completion.scheduled_time is not None:  # or else no row is free that was not before
-                self.hub.pace.ended(seen, delta.finish_reason == "stop")
+                self.shared.admission.pace.ended(seen, delta.finish_reason == "stop")
         return Event(
-            job.key, delta.token_ids, delta.logprobs, reason, stop, cached, text, offsets, prompt_logprobs, refusal
+            job.key, delta.token_ids, delta.logprobs, reason, stop, cached, text, offsets, prompt_logprobs, failure
         )
 
     # ---- messages from the worker, on the hub's thread
@@ -168,6 +187,16 @@ class Line:
             if job is not None:
                 self.engine.abort(job.prepared)
 
+    @property
+    def count(self) -> int:
+        """The number of choices that were accepted and are not finished."""
+        return len(self.jobs) + len(self.compiling)
+
+    def seen(self) -> Iterator[Seen]:
+        """What is known of each choice, in the order in which the engine starts them."""
+        for job in list(self.jobs.values()):  # a copy: the engine's thread removes those that have ended
+            yield job.seen
+
     def of(self, client: str | None) -> int:
         """The number of a client's choices that were accepted and are not finished."""
         return self._clients[client] + sum(each == client for each in self.compiling.values())
@@ -191,11 +220,11 @@ class Line:
         """Refuse a submission that still waits."""
         if not self.waits(keys):
             return
-        after = retry_after(self.hub.pace.seconds(1))
-        waited = f"it has waited for {self.hub.config.queue_timeout:g} s (queue_timeout) without its turn coming"
+        after = retry_after(self.shared.admission.pace.seconds(1))
+        waited = f"it has waited for {self.shared.config.queue_timeout:g} s (queue_timeout) without its turn coming"
         for key in keys:
             self.compiling.pop(key, None)
-        busy = Refusal("busy", f"the server is busy: {waited}; try again in {after} s", after)
+        busy = Failure("busy", f"the server is busy: {waited}; try again in {after} s", after)
         self.send(Refused(keys.start, len(keys), busy))
         self._abort(list(keys))
 
@@ -218,13 +247,13 @@ class Line:
                 options = RequestOptions(**message.options)
                 self._start(message.key, ids, shared.choices(message.n), options, client, message.stops)
             except Exception as error:
-                self.send(Refused(message.key, choices, _refusal(error)))
+                self.send(Refused(message.key, choices, _failure(error)))
 
-        busy = self.hub.busy(choices) or self.hub.too_many(client, choices)
+        busy = self.shared.admission.refusal(client, choices)
         if busy is not None:
             self.send(Refused(message.key, choices, busy))
             return
-        self.hub.waits(self, keys)
+        self.shared.admission.waits(self, keys)
         if "json_schema" in message.params:
             self.compiling |= dict.fromkeys(keys, client)
             self._compile(check, begin, keys)
@@ -252,8 +281,8 @@ class Line:
                 begin(checked.result)
                 self._abort(aborted)
 
-        compiled = self.hub.compiler.submit(check_if_wanted)
-        compiled.add_done_callback(lambda checked: self.hub.soon(lambda: done(checked)))
+        compiled = self.shared.compiler.submit(check_if_wanted)
+        compiled.add_done_callback(lambda checked: self.shared.soon(lambda: done(checked)))
 
     def _read_prompts(
         self, numbers: array, prompts: list[PromptForm], params: SamplingParams
@@ -297,7 +326,7 @@ class Line:
                     )
                 jobs.append(job)
         for _ in prompts:
-            self.hub.metrics.choices.observe(len(params))
+            self.shared.metrics.choices.observe(len(params))
         self.jobs |= {job.key: job for job in jobs}
         if client is not None:
             with self._lock:
@@ -314,7 +343,7 @@ class Line:
         try:
             value = answer()
         except Exception as error:
-            self.send(Reply(id, None, _refusal(error)))
+            self.send(Reply(id, None, _failure(error)))
             return
         if isinstance(value, Future):
             value.add_done_callback(lambda done: self._reply(id, done.result))
@@ -327,9 +356,9 @@ class Line:
             case Alive():
                 return self._alive
             case Gauges():
-                return {"alive": self._alive, "families": self.hub.metrics.gauges(self.engine.stats())}
+                return {"alive": self._alive, "families": self.shared.metrics.gauges(self.engine.stats())}
             case State():
-                return self.hub.room.state()
+                return self.shared.room.state()
             case RenderChat(messages):
                 return self._tokenizer.apply_chat_template(messages)
             case Encode(text, special):
@@ -337,14 +366,14 @@ class Line:
             case Decode(ids):
                 return self._tokenizer.decode(ids)
             case ShowTokens(ids):
-                return [self.hub.texts.of(token) for token in ids]
+                return [self.shared.texts.of(token) for token in ids]
             case Offsets(ids, prompt, written):
-                return self.hub.texts.prompt_offsets(ids, prompt, written)
+                return self.shared.texts.prompt_offsets(ids, prompt, written)
         raise MalformedMessage(f"{type(question).__name__} is no question")
 
     @property
     def _alive(self) -> bool:
-        return self.engine.alive and self.engine.working <= self.hub.config.hang_timeout
+        return self.engine.alive and self.engine.working <= self.shared.config.hang_timeout
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -354,13 +383,22 @@ class Line:
 
 
 class SocketLine(Line):
-    """A worker behind a socket."""
+    """A worker behind a socket.
 
-    def __init__(self, hub: "Hub", sock: socket.socket):
-        super().__init__(hub, hub.reads_text)
-        self.sock = sock
+    want_write: called on the hub's thread with whether `flush` is to be called once the socket can be written to.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        reads_text: bool,
+        sock: socket.socket,
+        want_write: Callable[["SocketLine", bool], None],
+    ):
+        super().__init__(shared, reads_text)
+        self.sock, self._want_write = sock, want_write
         sock.setblocking(False)
-        self._decoder = Decoder()
+        self._decoder = MessageDecoder()
         self._unsent = bytearray()
 
     # ---- writing, on any thread
@@ -374,7 +412,7 @@ class SocketLine(Line):
             sent = self._try_to_send(data)
             if sent < len(data):
                 self._unsent += data[sent:]
-                self.hub.soon(lambda: self.hub.want_write(self, True))
+                self.shared.soon(lambda: self._want_write(self, True))
 
     def _try_to_send(self, data: bytes | bytearray) -> int:
         try:
@@ -388,7 +426,7 @@ class SocketLine(Line):
         with self._lock:
             del self._unsent[: self._try_to_send(self._unsent)]
             if not self._unsent:
-                self.hub.want_write(self, False)
+                self._want_write(self, False)
 
     # ---- reading, on the hub's thread
 
@@ -410,10 +448,10 @@ class SocketLine(Line):
             self.sock.close()
 
 
-def _refusal(error: Exception) -> Refusal:
+def _failure(error: Exception) -> Failure:
     message = str(error) or type(error).__name__
     if isinstance(error, TooLong):
-        return Refusal("too_long", message)
+        return Failure("too_long", message)
     if isinstance(error, MissingPackage):
-        return Refusal("missing", message)
-    return Refusal("invalid" if isinstance(error, (InvalidRequest, TokenizerError)) else "failed", message)
+        return Failure("missing", message)
+    return Failure("invalid" if isinstance(error, (InvalidRequest, TokenizerError)) else "failed", message)

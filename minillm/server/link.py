@@ -28,17 +28,17 @@ from .wire import (
     NUMBER,
     Abort,
     Ask,
-    Decoder,
     Deltas,
     Encoded,
     EngineFacts,
     Event,
+    Failure,
     FromWorker,
     Hello,
     MalformedMessage,
     Message,
+    MessageDecoder,
     Question,
-    Refusal,
     Refused,
     Reply,
     Stopped,
@@ -88,7 +88,7 @@ class NotNumbers(EngineError):
     """The model's logits for this choice are not numbers."""
 
 
-REFUSALS: dict[str, Callable[..., Exception]] = {
+ERRORS: dict[str, Callable[..., Exception]] = {
     "invalid": InvalidRequest,
     "too_long": TooLong,
     "busy": Busy,
@@ -98,12 +98,12 @@ REFUSALS: dict[str, Callable[..., Exception]] = {
 }
 
 
-def _error(refusal: Refusal) -> Exception:
-    """The exception that stands for a refusal. Raises MalformedMessage for an unknown kind."""
-    if refusal.kind not in REFUSALS:
-        raise MalformedMessage(f"no error is of the kind {refusal.kind!r}")
-    after = () if refusal.retry_after is None else (refusal.retry_after,)
-    return REFUSALS[refusal.kind](refusal.message, *after)
+def _error(failure: Failure) -> Exception:
+    """The exception that stands for a failure. Raises MalformedMessage for an unknown kind."""
+    if failure.kind not in ERRORS:
+        raise MalformedMessage(f"no error is of the kind {failure.kind!r}")
+    after = () if failure.retry_after is None else (failure.retry_after,)
+    return ERRORS[failure.kind](failure.message, *after)
 
 
 def _changed(given: SamplingParams | RequestOptions) -> dict:
@@ -279,8 +279,8 @@ class EngineClient:
         if found is None:  # aborted or stopped, but this event was already on its way
             return
         choice, queue = found
-        if event.refusal is not None:
-            error = _error(event.refusal)
+        if event.failure is not None:
+            error = _error(event.failure)
             if event.reason is None:
                 del self._choices[key]
                 queue.put_nowait(error)
@@ -310,7 +310,7 @@ class EngineClient:
         keys = range(refused.key, refused.key + refused.choices)
         queue = next((self._choices[key][1] for key in keys if key in self._choices), None)
         if queue is not None:
-            queue.put_nowait(_error(refused.refusal))
+            queue.put_nowait(_error(refused.failure))
         for key in keys:
             self._choices.pop(key, None)
 
@@ -318,10 +318,10 @@ class EngineClient:
         reply = self._replies.get(message.id)
         if reply is None or reply.done():
             return
-        if message.refusal is None:
+        if message.failure is None:
             reply.set_result(message.value)
         else:
-            reply.set_exception(_error(message.refusal))
+            reply.set_exception(_error(message.failure))
 
 
 class RemoteEngine(EngineClient):
@@ -411,7 +411,7 @@ class _Link(asyncio.Protocol):
     """One connection of a `RemoteEngine`."""
 
     def __init__(self, engine: RemoteEngine):
-        self.engine, self._decoder = engine, Decoder()
+        self.engine, self._decoder = engine, MessageDecoder()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # a stream socket has a stream transport

@@ -9,7 +9,7 @@ from minillm.engine.async_llm import AsyncLLM
 from .config import ServerConfig
 from .hub import Hub
 from .ledger import Ledger
-from .line import Line
+from .line import Line, Shared
 from .link import EngineClient, EngineGone
 from .scrape import gauges_of, text_of
 from .wire import FromEngine, FromWorker
@@ -32,7 +32,7 @@ class LocalServedEngine(EngineClient):
         self.ledger = Ledger()
         self.ledger.engine = self.hub.counted
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the requests
-        self._line = _LocalLine(self.hub, self._hand_over)
+        self._line = _LocalLine(self.hub.shared, self._hand_over)
         self.hub.attach(self._line)
 
     @property
@@ -63,8 +63,8 @@ class LocalServedEngine(EngineClient):
 class _LocalLine(Line):
     """The engine's end."""
 
-    def __init__(self, hub: Hub, hand_over: Callable[[FromEngine], None]):
-        super().__init__(hub, reads_text=False)
+    def __init__(self, shared: Shared, hand_over: Callable[[FromEngine], None]):
+        super().__init__(shared, reads_text=False)
         self._hand_over = hand_over
 
     def send(self, message: FromEngine) -> None:

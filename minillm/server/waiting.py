@@ -15,12 +15,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-
-from .wire import Refusal
 
 FEWEST = 8  # ends before lengths can be estimated
 RECENT = 128  # lengths are estimated from so many of the latest ends, or as many as there are rows if that is more
@@ -173,37 +170,6 @@ def _columns(rows: Iterable[Seen | _End]) -> np.ndarray:
 def _mixed(values: np.ndarray) -> np.ndarray:
     """The values in an order that has nothing to do with them, and is always the same for as many."""
     return np.random.default_rng(0).permutation(values)
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Who is refused because the server is busy.
-
-    rows: most choices in a step. capacity: most choices that run or wait. max_wait: seconds; None or 0: no limit.
-    """
-
-    rows: int
-    capacity: int
-    max_wait: float | None
-    pace: Pace
-
-    def refusal(self, running: int, choices: int) -> Refusal | None:
-        """Return the refusal if the server cannot take so many more choices now, and None if it can.
-
-        running: choices that were accepted and are not finished.
-        """
-        if running + choices > self.capacity:
-            seconds = self.pace.seconds(running + choices - self.capacity)
-            why = f"{running} of at most {self.capacity} choices are running or waiting"
-        else:
-            most = self.max_wait
-            wait = self.pace.seconds(running + 1 - self.rows) if most else None
-            if not most or wait is None or wait <= most:
-                return None
-            seconds = wait - most
-            why = f"a request would wait about {wait:.0f} s, and the limit is {most:g} s"
-        after = retry_after(seconds)
-        return Refusal("busy", f"the server is busy: {why}; try again in {after} s", after)
 
 
 def retry_after(seconds: float | None) -> int:

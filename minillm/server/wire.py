@@ -43,8 +43,8 @@ class PromptForm(NamedTuple):
     special: bool = True  # whether the tokenizer adds its special tokens
 
 
-class Refusal(NamedTuple):
-    """An error. kind: a key of `link.REFUSALS`. retry_after: seconds until another try may succeed."""
+class Failure(NamedTuple):
+    """An error. kind: a key of `link.ERRORS`. retry_after: seconds until another try may succeed."""
 
     kind: str
     message: str
@@ -63,7 +63,7 @@ class Event(NamedTuple):
     text: str = ""  # this and offsets: only where workers cannot decode
     offsets: list[int] | None = None
     prompt_logprobs: list | None = None
-    refusal: Refusal | None = None  # the error that ends the choice; with a reason, this choice alone
+    failure: Failure | None = None  # the error that ends the choice; with a reason, this choice alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class Refused:
 
     key: int  # of the first choice
     choices: int
-    refusal: Refusal
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Reply:
 
     id: int
     value: Any
-    refusal: Refusal | None = None
+    failure: Failure | None = None
 
 
 FromWorker = Submit | Abort | Stopped | Ask
@@ -295,10 +295,10 @@ def _read(values: Any, numbers: array) -> Message:
             return Hello(EngineFacts(**facts | {"config": ServerConfig(**facts["config"])}), tokenizer)
         case ["Encoded", key, lengths, n]:
             return Encoded(key, lengths, n, numbers)
-        case ["Refused", key, choices, [*refusal]]:
-            return Refused(key, choices, Refusal(*refusal))
-        case ["Reply", id, value, refusal]:
-            return Reply(id, value, _refusal(refusal))
+        case ["Refused", key, choices, [*failure]]:
+            return Refused(key, choices, Failure(*failure))
+        case ["Reply", id, value, failure]:
+            return Reply(id, value, _failure(failure))
     raise ValueError("no message has this name and these fields")
 
 
@@ -311,11 +311,11 @@ def _short(event: Event) -> tuple:
 
 def _event(values: list) -> Event:
     event = Event(*values)
-    return event if event.refusal is None else event._replace(refusal=Refusal(*event.refusal))
+    return event if event.failure is None else event._replace(failure=Failure(*event.failure))
 
 
-def _refusal(values: list | None) -> Refusal | None:
-    return None if values is None else Refusal(*values)
+def _failure(values: list | None) -> Failure | None:
+    return None if values is None else Failure(*values)
 
 
 def numbers_of(values: Iterable[int]) -> array:
@@ -323,7 +323,7 @@ def numbers_of(values: Iterable[int]) -> array:
     return array(NUMBER, values)
 
 
-class Decoder:
+class MessageDecoder:
     """Turns incoming bytes into messages, each as soon as it is complete."""
 
     def __init__(self) -> None:

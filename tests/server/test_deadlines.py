@@ -145,10 +145,11 @@ def test_one_that_waits_longer_than_the_queue_timeout_is_refused_and_those_that_
             await async_wait_until(lambda: job.prepared.tracked.completion.scheduled_time is not None)
             waits = ask(n=2)
             await async_wait_until(lambda: server.hub.running == 3)
-            assert len(server.hub.waiting) == 2 and not waits.done()
+            assert len(server.hub.admission.waiting) == 2 and not waits.done()
 
             def pass_all() -> None:
-                server.hub.waiting = deque((0.0, line, keys) for _, line, keys in server.hub.waiting)
+                admission = server.hub.admission
+                admission.waiting = deque((0.0, line, keys) for _, line, keys in admission.waiting)
 
             server.hub.soon(pass_all)
             refused = await waits
@@ -157,7 +158,7 @@ def test_one_that_waits_longer_than_the_queue_timeout_is_refused_and_those_that_
             assert error["code"] == "server_busy" and "waited for 3600 s (queue_timeout)" in error["message"]
             resume.set()
             assert (await taken).status_code == 200
-            assert server.hub.running == 0 and not server.hub.waiting
+            assert server.hub.running == 0 and not server.hub.admission.waiting
 
     options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 1, "queue_timeout": HOUR}
     with running(model_directory, **options) as server, paused_steps() as resume:
@@ -171,13 +172,13 @@ def test_requests_that_no_longer_wait_are_forgotten_long_before_their_deadline(e
         for _ in range(5):
             asked = [client.post("/v1/completions", json=BODY | {"max_tokens": 1}) for _ in range(20)]
             assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
-            assert len(hub.waiting) <= 2 * hub.capacity == 64
-        hub.waiting.clear()
+            assert len(hub.admission.waiting) <= 2 * hub.admission.capacity.choices == 64
+        hub.admission.waiting.clear()
         line = SimpleNamespace(waits=lambda keys: keys.start % 4 == 0, refuse_unless_begun=lambda keys: None)
         for key in range(65):
-            hub.waits(line, range(key, key + 1))
-        assert [keys.start for _, _, keys in hub.waiting] == [*range(0, 64, 4), 64]
-        hub.waiting.clear()
+            hub.admission.waits(line, range(key, key + 1))
+        assert [keys.start for _, _, keys in hub.admission.waiting] == [*range(0, 64, 4), 64]
+        hub.admission.waiting.clear()
 
     serve_here(engine, work, queue_timeout=HOUR, max_queued=0)
 
@@ -192,7 +193,7 @@ def test_the_queue_timeout_counts_while_a_grammar_compiles(engine, monkeypatch):
         await async_wait_until(lambda: hub.running == 1)
 
         def pass_all() -> None:
-            hub.waiting = deque((0.0, line, keys) for _, line, keys in hub.waiting)
+            hub.admission.waiting = deque((0.0, line, keys) for _, line, keys in hub.admission.waiting)
 
         hub.soon(pass_all)
         refused = await waits

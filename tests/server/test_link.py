@@ -18,7 +18,7 @@ from minillm.server.config import ServerConfig
 from minillm.server.hub import Hub
 from minillm.server.lengths import TooLong, room
 from minillm.server.line import SocketLine
-from minillm.server.link import REFUSALS, EngineGone, Prompt, RemoteEngine, _changed
+from minillm.server.link import ERRORS, EngineGone, Prompt, RemoteEngine, _changed
 from minillm.server.wire import (
     HEADER,
     MAGIC,
@@ -26,18 +26,18 @@ from minillm.server.wire import (
     Alive,
     Ask,
     Decode,
-    Decoder,
     Deltas,
     Encode,
     Encoded,
     EngineFacts,
     Event,
+    Failure,
     Gauges,
     Hello,
     MalformedMessage,
+    MessageDecoder,
     Offsets,
     PromptForm,
-    Refusal,
     Refused,
     RenderChat,
     Reply,
@@ -55,7 +55,7 @@ NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1)).map(numbers_of)
 JSON = st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | TEXT, st.lists, max_leaves=9)
 FIELDS = st.dictionaries(TEXT, JSON, max_size=3)
 PROMPTS = st.lists(st.builds(PromptForm, st.none() | INT, st.none() | TEXT, st.booleans()))
-REFUSED = st.builds(Refusal, st.sampled_from([*REFUSALS]), TEXT, st.none() | INT)
+REFUSED = st.builds(Failure, st.sampled_from([*ERRORS]), TEXT, st.none() | INT)
 LOGPROBS = st.none() | st.lists(st.dictionaries(TEXT, st.floats(allow_nan=False)))
 END = st.none() | INT | TEXT
 REASON = st.none() | TEXT
@@ -89,7 +89,7 @@ MESSAGES = st.one_of(
 
 def sent(*messages):
     """What arrives of these messages."""
-    return [*Decoder().feed(b"".join(map(encode, messages)))]
+    return [*MessageDecoder().feed(b"".join(map(encode, messages)))]
 
 
 def submit(numbers=(5, 6), **more):
@@ -105,7 +105,7 @@ def framed(head, data=b""):
 @given(st.lists(MESSAGES), st.lists(st.integers(1, 50)))
 def test_messages_arrive_whole_however_the_bytes_are_split(messages, cuts):
     data = b"".join(map(encode, messages))
-    decoder, arrived = Decoder(), []
+    decoder, arrived = MessageDecoder(), []
     for cut in [*cuts, len(data)]:
         arrived += decoder.feed(data[:cut])
         data = data[cut:]
@@ -142,13 +142,13 @@ MALFORMED = {
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
 def test_what_is_no_message_is_an_error_that_quotes_it(data):
     with pytest.raises(MalformedMessage, match="not a message: |no message begins with "):
-        list(Decoder().feed(data))
+        list(MessageDecoder().feed(data))
 
 
 # To a worker, too: a message for the other end, an error of no kind, a key without its token.
 TO_WORKER = MALFORMED | {
     "for the engine": encode(Abort([0])),
-    "no kind of error": encode(Refused(0, 1, Refusal("odd", "?"))),
+    "no kind of error": encode(Refused(0, 1, Failure("odd", "?"))),
     "a key without a token": encode(Deltas([], numbers_of([0]))),
 }
 TO_ENGINE = MALFORMED | {"for a worker": encode(Reply(0, 1)), "keys that are no list": framed(b'["Abort",5]')}
@@ -198,7 +198,7 @@ def test_an_engine_that_is_sent_no_message_drops_this_worker_alone(engine, data,
             pass  # until the engine's process closes the connection
         wait_until(lambda: hub.running == 0 and len(hub.lines) == 1)
         other_theirs.sendall(encode(Ask(3, Alive())))
-        decoder, arrived = Decoder(), []
+        decoder, arrived = MessageDecoder(), []
         while len(arrived) < 2:
             arrived += decoder.feed(other_theirs.recv(1 << 20))
         assert arrived == [hub.hello, Reply(3, True)]
@@ -248,7 +248,7 @@ def test_choices_of_a_prompt_share_parameters_checked_once(engine, monkeypatch):
         hub.close()
         return written[0]
 
-    (message,) = Decoder().feed(asyncio.run(work()))
+    (message,) = MessageDecoder().feed(asyncio.run(work()))
     assert message.params == {"logit_bias": {str(token): 1.0 for token in bias}, "seed": 7}
     assert (message.n, message.numbers.tolist()) == (n, [5, 6])
     assert (len(made), len(checked), len(began)) == (1, 1, 2 * n)
@@ -304,7 +304,7 @@ def test_a_worker_that_does_not_read_never_blocks_the_engine(engine):
     count, size = 200, 20_000
     for number in range(count):
         line.send(Deltas([Event(number, [])], numbers_of(range(size))))
-    decoder, arrived = Decoder(), []
+    decoder, arrived = MessageDecoder(), []
     while len(arrived) < count + 1:
         arrived += decoder.feed(theirs.recv(1 << 20))
     assert arrived[0] == hub.hello
@@ -325,13 +325,13 @@ def test_messages_keep_their_order_when_a_socket_takes_a_part_of_one():
             sent.extend(data[:count])
             return count
 
-    hub = SimpleNamespace(engine=None, reads_text=False, soon=lambda task: None, want_write=lambda line, wanted: None)
-    line = SocketLine(hub, Narrow())
+    shared = SimpleNamespace(engine=None, soon=lambda task: None)
+    line = SocketLine(shared, False, Narrow(), lambda line, wanted: None)
     messages = [Reply(1, "first"), Reply(2, "second")]
     for message in messages:
         line.send(message)
     line.flush()
-    assert [*Decoder().feed(sent)] == messages
+    assert [*MessageDecoder().feed(sent)] == messages
 
 
 @pytest.mark.parametrize(

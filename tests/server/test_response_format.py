@@ -147,7 +147,7 @@ def test_no_request_of_a_worker_that_has_died_begins_when_its_grammar_is_compile
         assert line.compiling == {}
     finally:
         may_go_on.set()
-    hub.compiler.shutdown()  # the hub's thread has been told what was compiled
+    hub.shared.compiler.shutdown()  # the hub's thread has been told what was compiled
     later = threading.Event()
     hub.soon(later.set)
     assert later.wait(TIMEOUT)

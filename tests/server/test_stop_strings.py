@@ -20,12 +20,12 @@ from minillm.server.config import ServerConfig
 from minillm.server.link import EngineError, Prompt, RemoteEngine, _Link
 from minillm.server.wire import (
     Abort,
-    Decoder,
     Deltas,
     EngineFacts,
     Event,
+    Failure,
     Hello,
-    Refusal,
+    MessageDecoder,
     Stopped,
     Submit,
     encode,
@@ -280,7 +280,7 @@ class Link:
     """A worker's end of the link; the test plays the engine."""
 
     def __init__(self, engine):
-        self.sent, self.decoder = [], Decoder()
+        self.sent, self.decoder = [], MessageDecoder()
         self.remote = RemoteEngine()
         self.link = _Link(self.remote)
         self.link.connection_made(SimpleNamespace(write=self._write, close=lambda: None))
@@ -339,7 +339,7 @@ def test_the_worker_reports_a_stop_string_at_once_and_ignores_later_tokens(linke
             link.send(deltas(plain=itertools.chain(*found)))
         assert link.take(Stopped) == [Stopped(0, "two")], "the report must not wait for the client to read"
         link.send(deltas(Event(0, [ids[0]])))
-        link.send(deltas(Event(0, [], refusal=Refusal("failed", "it broke"))))
+        link.send(deltas(Event(0, [], failure=Failure("failed", "it broke"))))
         link.send(deltas(Event(0, [], reason="stop", stop="two")))
         link.send(deltas(Event(1, [], reason="length")))
         found = {0: [], 1: []}
@@ -364,7 +364,7 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
         first, stream = await link.begin(SamplingParams(stop="three"))
         for token in ids:
             link.send(deltas(plain=[0, token]))
-        link.send(deltas(Event(0, [], refusal=Refusal("failed", "it broke"))))
+        link.send(deltas(Event(0, [], failure=Failure("failed", "it broke"))))
         link.link.connection_lost(None)
         items = [await first] + [item async for item in stream]
         assert items[-1][1].completion.text == "one two "
@@ -374,7 +374,7 @@ def test_an_engine_failure_matters_only_before_the_stop_string(linked, long_engi
     async def fails(link):
         first, stream = await link.begin(SamplingParams(stop="three"))
         link.send(deltas(plain=[0, ids[0]]))
-        link.send(deltas(Event(0, [], refusal=Refusal("failed", "it broke"))))
+        link.send(deltas(Event(0, [], failure=Failure("failed", "it broke"))))
         await first
         with pytest.raises(EngineError, match="it broke"):
             await anext(stream)

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from minillm.server import running
-from minillm.server.waiting import FEWEST, LONGEST, RECENT, REFRESH, Admission, Pace, Seen, retry_after
+from minillm.server.admission import Capacity
+from minillm.server.waiting import FEWEST, LONGEST, RECENT, REFRESH, Pace, Seen, retry_after
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -55,7 +56,7 @@ class Simulated:
         self.ends: list[tuple[float, int]] = []
         self.numbers = itertools.count()
         self.pace = Pace(rows, self.look, lambda: self.now)
-        self.admission = Admission(rows, 10**9, max_wait, self.pace)
+        self.capacity = Capacity(rows, 10**9, max_wait, self.pace)
 
     def seen(self, answer: tuple, begun: float) -> Seen:
         limit, tokens, certain = answer
@@ -185,7 +186,7 @@ def test_the_wait_is_known_where_no_answer_has_a_second_token(rows, tokens):
         server.go_to(server.now + PREFILL)
         for count in (1, rows + 1, server.count):
             assert server.pace.seconds(count) == pytest.approx(server.wait(count), abs=PREFILL / 10)
-    assert server.admission.refusal(10 * rows, 1) and not server.admission.refusal(4 * rows, 1)
+    assert server.capacity.refusal(10 * rows, 1) and not server.capacity.refusal(4 * rows, 1)
 
 
 def test_before_enough_have_ended_no_wait_is_assumed():
@@ -236,7 +237,7 @@ def test_who_would_wait_too_long_is_refused_until_the_queue_is_shorter(lengths, 
     while server.now < 8 * HELD:
         server.go_to(server.now + arrivals.expovariate(2 * rows / HELD))
         wait = server.wait(server.count)
-        refused = server.admission.refusal(len(server.running) + len(server.waiting), 1)
+        refused = server.capacity.refusal(len(server.running) + len(server.waiting), 1)
         if refused is None:
             server.submit()
         if server.now < 3 * HELD:  # enough have ended, and those have begun that came before
@@ -256,14 +257,14 @@ def test_equal_answers_that_came_at_once_are_refused_after_the_first_batch():
     """512 answers in 256 rows; when the first ones are through, 512 more."""
     server = Simulated(256, "equal, at a limit that is known to be the end", max_wait=5)
     for _ in range(512):
-        assert server.admission.refusal(len(server.running) + len(server.waiting), 1) is None
+        assert server.capacity.refusal(len(server.running) + len(server.waiting), 1) is None
         server.submit()
     server.go_to(server.now + HELD + STEP)
     for _ in range(512):
-        refused = server.admission.refusal(len(server.running) + len(server.waiting), 1)
+        refused = server.capacity.refusal(len(server.running) + len(server.waiting), 1)
         assert refused.retry_after == math.ceil(HELD - STEP - 5)
     server.go_to(server.now + HELD - 5)
-    assert server.admission.refusal(len(server.running) + len(server.waiting), 1) is None
+    assert server.capacity.refusal(len(server.running) + len(server.waiting), 1) is None
 
 
 def test_what_ends_between_two_looks_at_the_queue_shortens_the_wait():
@@ -303,7 +304,7 @@ def narrow(model_directory):
 def ends(narrow, monkeypatch) -> list[tuple[Seen, bool]]:
     """The ends of which the server's `Pace` hears."""
     found: list[tuple[Seen, bool]] = []
-    monkeypatch.setattr(narrow.hub.pace, "ended", lambda seen, stopped: found.append((seen, stopped)))
+    monkeypatch.setattr(narrow.hub.admission.pace, "ended", lambda seen, stopped: found.append((seen, stopped)))
     return found
 
 
@@ -313,10 +314,8 @@ def complete(server, **more) -> dict:
 
 def statuses(server, seconds_each: float | None, monkeypatch, **body: object) -> tuple[int, list[httpx.Response]]:
     """How many requests were accepted while none ends, and the answers to those that were refused."""
-    hub = server.hub
-    monkeypatch.setattr(
-        hub.pace, "seconds", lambda count: seconds_each if seconds_each is None else max(count, 0) * seconds_each
-    )
+    hub, pace = server.hub, server.hub.admission.pace
+    monkeypatch.setattr(pace, "seconds", lambda count: seconds_each and max(count, 0) * seconds_each)
 
     async def everything(resume) -> tuple[int, list[httpx.Response]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
@@ -386,7 +385,7 @@ def test_rows_that_stand_still_let_nobody_wait_for_them(narrow, monkeypatch):
         async with httpx.AsyncClient(base_url=narrow.url, timeout=TIMEOUT) as client:
             body = BODY | {"max_tokens": 200}
             taken = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
-            seen = narrow.hub._seen
+            seen = narrow.hub.admission._seen
             await async_wait_until(lambda: [each.tokens > 1 for each in seen()] == [True, True])
             taken.append(asyncio.create_task(client.post("/v1/completions", json=body | {"stop": ["no such text"]})))
             await async_wait_until(lambda: narrow.hub.running == 3)
@@ -395,7 +394,7 @@ def test_rows_that_stand_still_let_nobody_wait_for_them(narrow, monkeypatch):
                 (200, True, False),
                 (200, False, True),
             ]
-            monkeypatch.setattr(narrow.hub.pace, "_clock", lambda: time.perf_counter() + 1000)
+            monkeypatch.setattr(narrow.hub.admission.pace, "_clock", lambda: time.perf_counter() + 1000)
             refused = await client.post("/v1/completions", json=BODY)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, str(LONGEST))
             monkeypatch.undo()

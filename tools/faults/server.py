@@ -2,7 +2,7 @@
 
 from . import Fault
 
-LINK, HUB, RESPONSES = "minillm/server/link.py", "minillm/server/hub.py", "minillm/server/responses.py"
+LINK, RESPONSES = "minillm/server/link.py", "minillm/server/responses.py"
 LINE = "minillm/server/line.py"
 
 FAULTS = (

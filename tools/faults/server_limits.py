@@ -2,7 +2,7 @@
 
 from . import Fault
 
-LINK, HUB = "minillm/server/link.py", "minillm/server/hub.py"
+LINK, ADMISSION = "minillm/server/link.py", "minillm/server/admission.py"
 LINE, WAITING = "minillm/server/line.py", "minillm/server/waiting.py"
 
 FAULTS = (
@@ -71,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "the limit on the wait holds for those that run at once too",
-        WAITING,
+        ADMISSION,
         "self.pace.seconds(running + 1 - self.rows)",
         "self.pace.seconds(running + 1)",
         "tests/server/test_waiting.py -k too_long",
@@ -183,9 +183,9 @@ FAULTS = (
     ),
     Fault(
         "each worker has a limit of its own for a client",
-        HUB,
-        "running = sum(line.of(client) for line in self.lines)",
-        "running = min(line.of(client) for line in self.lines)",
+        ADMISSION,
+        "running = sum(line.of(client) for line in self._lines)",
+        "running = min(line.of(client) for line in self._lines)",
         "tests/server/test_clients.py -k in_all_workers",
     ),
     Fault(
