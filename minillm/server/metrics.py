@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,6 +25,8 @@ CHOICES = (1, 2, 5, 10, 20)
 # Of the engine's numbers: they only rise.
 EVENTS = ("steps", "preemptions", "corrupted", "prefix_query_tokens", "prefix_hit_tokens")
 
+Made = TypeVar("Made", Counter, Histogram)
+
 
 class Metrics:
     """The metrics of one engine, in their own registry: two servers in a process do not share counters.
@@ -35,17 +38,17 @@ class Metrics:
         self.model_name, self.cache = model_name, cache
         self.registry = CollectorRegistry()
 
-        def ours(kind, name, text, **more):
+        def ours(kind: type[Made], name: str, text: str, **more: Any) -> Made:
             return kind(f"minillm_{name}", text, registry=self.registry, **more)
 
-        def theirs(kind, name, text, *labels, **more):
+        def theirs(kind: type[Made], name: str, text: str, *labels: str, **more: Any) -> Made:
             made = kind(f"vllm:{name}", text, ["model_name", *labels], registry=self.registry, **more)
             return made if labels else made.labels(model_name)
 
-        def times(name, text):
+        def times(name: str, text: str) -> Histogram:
             return theirs(Histogram, name, text, buckets=SECONDS)
 
-        def tokens(name, text):
+        def tokens(name: str, text: str) -> Histogram:
             return theirs(Histogram, name, text, buckets=_round_numbers(longest))
 
         self.prompt_tokens = (

@@ -218,7 +218,7 @@ class GenerationRequest(Body):
         check_members("stream_options", content.get("stream_options"), StreamOptions)
         return content
 
-    def sampling(self, **computed) -> SamplingParams:
+    def sampling(self, **computed: Any) -> SamplingParams:
         """Return the sampling parameters of the n choices; with a seed, choice i uses seed + i."""
         self._check_strings()
         given = self._given(SamplingParams) | computed | {"json_schema": self._json_schema(), "n": None}

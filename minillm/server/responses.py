@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from json.encoder import encode_basestring as quoted
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minillm.request import Completion, Delta, TokenLogprobs
 
@@ -48,7 +48,7 @@ class Answer:
     def whole(self, choices: list[dict], prompts: Iterable[Completion], completion_tokens: int) -> dict:
         return self._wrap(self.kind, choices) | {"usage": usage(prompts, completion_tokens)}
 
-    def chunk(self, choices: list[dict], **rest) -> dict:
+    def chunk(self, choices: list[dict], **rest: Any) -> dict:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind
         return self._wrap(kind, choices) | rest
 

@@ -48,7 +48,7 @@ async def work(
         connecting.add(task)
         task.add_done_callback(connecting.discard)
 
-    def on_loop(function, *arguments) -> None:
+    def on_loop(function: Callable[..., object], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(function, *arguments)
 
