@@ -1,4 +1,4 @@
-"""What the log says about each HTTP request, and the client that sent it.  Lesson 99."""
+"""Log each HTTP request, and keep which client sent it.  Lesson 99."""
 
 import logging
 import time
@@ -30,7 +30,7 @@ class Access:
 
     @property
     def seconds(self) -> float:
-        """Since the request began."""
+        """Return the seconds since the request began."""
         return time.perf_counter() - self.begun
 
     def ended(self, done: Completion, first: bool) -> None:

@@ -1,7 +1,4 @@
-"""Which submissions are refused because the server is busy or the client has too many, and which have waited too long.
-
-Lesson 99.
-"""
+"""Refuse submissions that exceed a limit or have waited too long in the queue.  Lesson 99."""
 
 import time
 from collections import deque
@@ -16,7 +13,7 @@ from .wire import Failure
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much the server accepts.
+    """The limits on what all clients together may ask for.
 
     rows: most choices in a step. choices: most that run or wait. max_wait: seconds; None or 0: no limit.
     """
@@ -27,7 +24,7 @@ class Capacity:
     pace: Pace
 
     def refusal(self, running: int, choices: int) -> Failure | None:
-        """Return the refusal if the server cannot take so many more choices now, and None if it can.
+        """Return the refusal if the server cannot take `choices` more now, and None if it can.
 
         running: choices that were accepted and are not finished.
         """
@@ -76,7 +73,7 @@ class Admission:
         return sum(line.count for line in list(self._lines))  # any thread asks
 
     def refusal(self, client: str | None, choices: int) -> Failure | None:
-        """Return the refusal if so many more choices of a client are too many now, and None if they are not."""
+        """Return the refusal if the server or this client cannot have `choices` more now, and None if it can."""
         return self.capacity.refusal(self.running, choices) or self._too_many(client, choices)
 
     def _too_many(self, client: str | None, choices: int) -> Failure | None:
@@ -90,7 +87,7 @@ class Admission:
         return Failure("busy", f"this client {why}: wait until some end, or ask for fewer", 1)
 
     def waits(self, line: Accepted, keys: range) -> None:
-        """A submission is about to wait, for config.queue_timeout at most."""
+        """Note a submission that is about to wait, for config.queue_timeout at most."""
         if (most := self._config.queue_timeout) is None:
             return
         if len(self.waiting) >= 2 * self.capacity.choices:  # at most half of them can still wait
@@ -98,7 +95,7 @@ class Admission:
         self.waiting.append((time.monotonic() + most, line, keys))
 
     def refuse_the_overdue(self) -> float | None:
-        """Refuse what has waited for too long. Returns the seconds until the next one may have, or None."""
+        """Refuse what has waited too long. Return the seconds until the next deadline, or None if nothing waits."""
         now = time.monotonic()
         while self.waiting and self.waiting[0][0] <= now:
             _, line, keys = self.waiting.popleft()
@@ -106,6 +103,6 @@ class Admission:
         return self.waiting[0][0] - now if self.waiting else None
 
     def _seen(self) -> Iterator[Seen]:
-        """What runs and waits, for the estimate of the wait."""
+        """Yield what is known of each choice that runs or waits, for the estimate of the wait."""
         for line in list(self._lines):
             yield from line.seen()

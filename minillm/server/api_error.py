@@ -1,4 +1,4 @@
-"""Errors as the clients get them, in OpenAI's form and in Triton's.  Lesson 99."""
+"""Convert errors to the form in which clients get them, in OpenAI's form and in Triton's.  Lesson 99."""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any

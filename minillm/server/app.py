@@ -149,7 +149,7 @@ class _Server:
 
     @property
     def card(self) -> dict:
-        """The model as /v1/models shows it."""
+        """Return the model as /v1/models shows it."""
         engine = self.engine
         return {
             "id": engine.facts.name,
@@ -166,7 +166,7 @@ class _Server:
         }
 
     async def alive(self) -> bool:
-        """Whether the engine accepts requests. One that does not even answer this soon does not."""
+        """Return whether the engine accepts requests. One that does not even answer this soon does not."""
         try:
             async with asyncio.timeout(HEALTH):
                 return await self.engine.ask(Alive())
@@ -226,7 +226,7 @@ class _Server:
         return await self.respond([prompt], params, form, body)
 
     async def ids_of(self, body: TokenizeRequest) -> Response:
-        """The token ids of a text. It may be longer than the context: this is how a client finds out."""
+        """Return the token ids of a text. It may be longer than the context: this is how a client finds out."""
         engine, name = self.engine, "prompt" if body.messages is None else "messages"
         if not engine.facts.encodes:
             raise APIError("this model has no tokenizer")
@@ -247,7 +247,7 @@ class _Server:
         return JSONResponse(found)
 
     async def text_of(self, body: DetokenizeRequest) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         if not self.engine.facts.encodes:
             raise APIError("this model has no tokenizer")
         self._check_ids(body.tokens, "tokens")
@@ -303,7 +303,7 @@ class _Server:
                 raise APIError(message, param=name.split()[0])
 
     async def render(self, conversation: Sequence[Message]) -> tuple[str, bool]:
-        """A conversation, formatted with the model's chat template, and whether it is so long as to need a thread."""
+        """Return a conversation in the model's chat template, and whether it is so long as to need a thread."""
         engine, messages = self.engine, turns(conversation)
         length = sum(len(message["content"]) for message in messages)
         readable(length, engine.facts.max_request_len, "messages")
@@ -318,7 +318,7 @@ class _Server:
             raise APIError(f"the chat template rejects these messages: {error}", param="messages") from error
 
     async def echo(self, prompt: str | list[int], in_thread: bool, goes_on: bool = False) -> Echo:
-        """A prompt's text; if the text `goes_on`, without an incomplete character at its end."""
+        """Return a prompt's text; if the text `goes_on`, without an incomplete character at its end."""
         if isinstance(prompt, str):
             return Echo(prompt, True)
         if not self.engine.facts.encodes:
@@ -337,7 +337,7 @@ class _Server:
         form: CompletionForm | ChatForm,
         body: GenerationRequest,
     ) -> Response:
-        """The response: one JSON document, or a stream of events."""
+        """Return the response: one JSON document, or a stream of events."""
         usages, options = body.stream_usage(), body.options()
         answer = Answer(form.kind, self.engine.facts.name)
         source = self.engine.stream(prompts, params, form.n, options, True)
@@ -371,7 +371,7 @@ class _Server:
         source: AsyncIterator[tuple[Choice, Delta]],
         usages: StreamOptions,
     ) -> AsyncGenerator[str]:
-        """The chunks of a stream, as JSON."""
+        """Yield the chunks of a stream, as JSON."""
         prompts: dict[int, Completion] = {}  # the first choice of each prompt seen so far
         generated = 0
 
@@ -430,7 +430,7 @@ class _Server:
 
 
 def _long(texts: Sequence[str | list[int]]) -> bool:
-    """Whether the prompts of a request are to be tokenized in a thread."""
+    """Return whether the prompts of a request are to be tokenized in a thread."""
     return sum(map(len, texts)) >= LONG_TEXT
 
 

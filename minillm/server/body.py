@@ -24,7 +24,7 @@ JSON_LENGTH = "inference-header-content-length"  # Triton's header: bytes of JSO
 
 
 def takes(form: type[Body]) -> dict:
-    """The OpenAPI description of a request body, whose schema `description.describe` adds."""
+    """Return the OpenAPI description of a request body, whose schema `description.describe` adds."""
     schema = {"$ref": f"#/components/schemas/{form.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -144,7 +144,7 @@ def _check_encoding(request: Request) -> None:
 
 
 def _json_length(request: Request, form: type[Body]) -> int | None:
-    """How many bytes of the body are JSON, if the client says so and the form may have others after it."""
+    """Return how many bytes of the body are JSON, if the client says so and the form may have others after it."""
     given = request.headers.get(JSON_LENGTH)
     if given is None or not form.takes_binary:
         return None
@@ -154,5 +154,5 @@ def _json_length(request: Request, form: type[Body]) -> int | None:
 
 
 def _counted(size: int) -> int:
-    """How many bytes of a body count toward `held`."""
+    """Return how many bytes of a body count toward `held`."""
     return max(size - limits.FREE_BODY, 0)

@@ -112,7 +112,7 @@ class BoundedDecoder:
             return []
 
     def _last_comma(self, at: int) -> int:
-        """Index of the last comma in the piece with only numbers and literals before it; -1 if there is none."""
+        """Return the index of the last comma with only numbers and literals before it; -1 if there is none."""
         end = at + PIECE
         for other in ('"', "[", "{", "]"):
             found = self.text.find(other, at, end)
@@ -147,7 +147,7 @@ class BoundedDecoder:
         return self.text[at : at + 1]
 
     def _skip(self, at: int) -> int:
-        """Index of the first character that is not white space."""
+        """Return the index of the first character that is not white space."""
         if self._next(at) > " ":
             return at
         while (space := _SPACE.match(self.text, at, at + PIECE)) and space.end() == at + PIECE:

@@ -45,7 +45,7 @@ class Choice:
         self.follow(prompt.ids or [])
 
     def follow(self, ids: list[int]) -> None:
-        """The prompt has these ids."""
+        """Start over with the prompt's token ids."""
         self.completion.prompt_token_ids = ids
         self.output = self._start(prompt=ids) if self._start is not None else None
 
@@ -82,5 +82,5 @@ class Choice:
 
 
 def _with_ids(entry: dict[str, float] | None) -> TokenLogprobs | None:
-    """Log-probabilities from JSON, with the string keys converted to token ids."""
+    """Return log-probabilities from JSON, with their string keys converted to token ids."""
     return None if entry is None else {int(token): logprob for token, logprob in entry.items()}

@@ -245,7 +245,7 @@ class Acceptor:
             shares.set(slot, self._open)
 
     async def _next(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
-        """The next connection. Raises OSError."""
+        """Return the next connection. Raises OSError."""
         while self._shares is not None:
             await _readable(loop, self._listener)
             shares, slot = self._shares
@@ -285,7 +285,7 @@ async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Non
 
 
 def most_connections() -> int | None:
-    """How many connections the limit on file descriptors allows; None if the process has no such limit."""
+    """Return how many connections the limit on file descriptors allows; None if the process has no such limit."""
     try:
         import resource
     except ImportError:  # Windows

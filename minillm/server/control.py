@@ -1,4 +1,4 @@
-"""How a server's processes are started, and the socket between each of them and the process that owns it.  Lesson 99.
+"""Start a server's processes, and talk to each of them over a socket.  Lesson 99.
 
 One process owns the others: `minillm serve` owns the engine's process and the HTTP workers; in a notebook, the kernel
 owns the workers. The owner writes one line of JSON to a new process's standard input. It names the sockets that the
@@ -111,7 +111,7 @@ class Control:
 
 
 def _guarded(callback: Callable[..., None], *arguments: Any) -> None:
-    """An error in a callback must not end the thread that reads for all that follows."""
+    """Call a callback and log its errors, which must not end the thread that reads."""
     try:
         callback(*arguments)
     except Exception:
@@ -173,13 +173,13 @@ class Child:
 
 
 def given() -> dict[str, Any]:
-    """What a child's owner has written for it; its control socket is open."""
+    """Return what a child's owner has written for it, with its control socket opened."""
     found = json.loads(sys.stdin.readline())
     return found | {"control": Control(opened(found["control"]))}
 
 
 def share(sock: socket.socket, pid: int | None) -> int | str:
-    """What process `pid` needs to open this socket: an inherited file descriptor, or shared data on Windows."""
+    """Return what process `pid` needs to open this socket: an inherited file descriptor, or shared data on Windows."""
     if sys.platform == "win32":
         return base64.b64encode(sock.share(pid)).decode()
     return sock.fileno()
@@ -194,13 +194,13 @@ def opened(given: int | str) -> socket.socket:
 
 
 def _inherited(files: list[int]) -> dict[str, Any]:
-    """Popen arguments that keep these files open in the child and shield it from the terminal's Ctrl-C."""
+    """Return Popen arguments that keep these files open in the child and shield it from the terminal's Ctrl-C."""
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     return {"pass_fds": files, "process_group": 0}
 
 
 def _import_path() -> str:
-    """This process's import path, so that a child imports the same minillm."""
+    """Return this process's import path, so that a child imports the same minillm."""
     places = [place for place in sys.path if place and not place.endswith(".zip")]
     return os.pathsep.join([*places, str(Path(__file__).parents[2])])

@@ -1,4 +1,4 @@
-"""/openapi.json: what tools make clients, tests and catalogs from.  Lesson 99.
+"""Describe the API in /openapi.json, from which tools make clients, tests and catalogs.  Lesson 99.
 
 FastAPI lists the paths; here they get the bodies that they take and all answers that they give. Every schema is in
 `components/schemas`, and every reference is to there: many tools resolve no other.
@@ -23,7 +23,7 @@ STREAM = {"description": "server-sent events, whose data are JSON objects, and [
 
 
 def _object(required: str = "", **properties: Any) -> dict:
-    """An object with at least these members, of which the first ones are always there."""
+    """Return the schema of an object with at least these members, of which the first ones are always there."""
     return {"type": "object", "required": required.split(), "properties": properties, "additionalProperties": True}
 
 
@@ -193,7 +193,7 @@ def _bound_ids(schema: dict, vocab_size: int) -> None:
 
 
 def _answers(path: str, method: str) -> dict[str, dict]:
-    """Every answer of a path, by status."""
+    """Return every answer of a path, by status."""
     content = next(answers for end, answers in ANSWERS if path.endswith(end))
     statuses = dict(ANY)
     if path not in OPEN:

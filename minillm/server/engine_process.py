@@ -28,7 +28,7 @@ FAILED_STEPS = 3  # in a row; after so many, a new process is the better hope: a
 
 
 def packed(options: dict[str, Any]) -> str:
-    """Options as text. What an option is (a dtype, a path) is for the engine to check, so any object may be one."""
+    """Return options as text. The engine checks what an option is (a dtype, a path), so any object may be one."""
     return base64.b64encode(pickle.dumps(options)).decode()
 
 

@@ -1,4 +1,4 @@
-"""The HTTP workers of a server: started, connected to the engine, replaced, and stopped.  Lesson 99."""
+"""Start, connect, replace and stop the HTTP workers of a server.  Lesson 99."""
 
 import logging
 import socket
@@ -81,7 +81,7 @@ class Workers:
             raise ServerFailed(f"a worker did not start within {STARTUP} s: is the machine overloaded?")
 
     def engine_lost(self, seconds: float) -> None:
-        """There is no engine for now: workers answer that they cannot serve. seconds: until there is, by estimate."""
+        """Tell workers to answer that there is no engine. seconds: until there is one, by estimate."""
         with self._lock:
             self._connect = None
             for worker in self.running:
@@ -175,7 +175,7 @@ class Workers:
                     worker.child.control.send(counted)
 
     def _gone(self, worker: Worker) -> None:
-        """A worker has closed its control socket."""
+        """Handle the end of a worker, which has closed its control socket."""
         with self._lock:
             if self._stopping:
                 return

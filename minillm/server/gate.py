@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: its id and its line in the log, host and origin, and the API key.  Lesson 99.
+"""Give every HTTP request an id and a line in the log, and check its host, origin, and API key.  Lesson 99.
 
 Each response has the header `x-request-id`: the client's own id, so that its logs and a proxy's can be joined, or a new
 one. With a key, requests need `authorization: Bearer KEY`, as OpenAI's clients send it, or `x-api-key: KEY`; health and
@@ -48,7 +48,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def refusal(error: APIError, path: str) -> Response:
-    """An error as an HTTP response, in the form of the request path's protocol: Triton's under /v2, or OpenAI's."""
+    """Return an error as an HTTP response, in the form of the path's protocol: Triton's under /v2, or OpenAI's."""
     form = error.bare if path == "/v2" or path.startswith("/v2/") else error.body
     if (access := CURRENT.get()) is not None:
         access.error = error.code
@@ -57,7 +57,7 @@ def refusal(error: APIError, path: str) -> Response:
 
 
 def digest(key: str | None) -> str | None:
-    """What workers know of the key. Raises ConfigError for one that clients could not send, or too short to be safe."""
+    """Return what workers know of the key. Raises ConfigError if clients could not send it or it is too short."""
     if key is None:
         return None
     if not isinstance(key, str) or not KEY.fullmatch(key):
@@ -67,7 +67,7 @@ def digest(key: str | None) -> str | None:
 
 
 def hosts(allowed: str | None, address: str) -> frozenset[str] | None:
-    """The hosts for which a server that listens at `address` takes requests; None: any. allowed: `allowed_hosts`."""
+    """Return the hosts for which a server at `address` takes requests; None: any. allowed: `allowed_hosts`."""
     if allowed is not None:
         given = [name.strip() for name in allowed.split(",") if name.strip()]
         names = frozenset(_host(f"[{name}]" if name.count(":") > 1 > name.count("[") else name) for name in given)
@@ -80,7 +80,7 @@ def hosts(allowed: str | None, address: str) -> frozenset[str] | None:
 
 
 def origins(given: str | None) -> frozenset[str]:
-    """The origins whose web pages may use the server, or *. Raises ConfigError. given: `cors_origins`."""
+    """Return the origins whose web pages may use the server, or *. Raises ConfigError. given: `cors_origins`."""
     names = [name.strip().lower().removesuffix("/") for name in (given or "").split(",") if name.strip()]
     for name in names:
         if name != "*" and not _ORIGIN.fullmatch(name):
@@ -90,19 +90,19 @@ def origins(given: str | None) -> frozenset[str]:
 
 
 def _without_port(name: str, origin: str) -> str:
-    """A host or an origin without the port, if it is the one that a URL like `origin` has unless it names another."""
+    """Return a host or an origin without the port, if that is the default port of a URL like `origin`."""
     return name.removesuffix({"http": ":80", "https": ":443"}.get(origin.partition("://")[0], ":"))
 
 
 def _host(header: str) -> str:
-    """A host as a Host header has it, without the port."""
+    """Return a host as a Host header has it, without the port."""
     name = header.strip().lower()
     found = _HOST.fullmatch(name)
     return (found[1] if found else name).removesuffix(".")
 
 
 def _client(values: list[bytes]) -> str:
-    """The client that a proxy names in these header values; "" if none.
+    """Return the client that a proxy names in these header values; "" if none.
 
     It is the last one: a proxy either sets the header or appends to what the client itself may have sent. The port, if
     there is one, is another for each connection.
@@ -170,7 +170,7 @@ class Gate:
         await (self.app if error is None else refusal(error, path))(scope, receive, send)
 
     def _refuse(self, method: str, path: str, headers: dict[bytes, bytes]) -> APIError | None:
-        """Why this request is refused; None: it is not."""
+        """Return the reason for refusing this request, or None if it may pass."""
         host = _host(headers.get(b"host", b"").decode("latin-1"))
         if self.allowed is not None and path not in HEALTH and host not in self.allowed:
             message = f"this server takes no requests for host {host[:QUOTED]!r}"
@@ -193,7 +193,7 @@ class Gate:
         )
 
     def _refuse_page(self, headers: dict[bytes, bytes]) -> APIError | None:
-        """Why the web page that sends this may not; None: it may, or it is no web page that sends it."""
+        """Return the reason for refusing the web page that sent this request, or None if it may pass."""
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         host = headers.get(b"host", b"").decode("latin-1").strip().lower()
         own = origin.partition("://")[2] == _without_port(host, origin)

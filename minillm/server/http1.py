@@ -1,4 +1,4 @@
-"""HTTP/1.1 from bytes: h11's parser, and what RFC 9112 asks of a server beyond it.  Lesson 99.
+"""Parse HTTP/1.1 with h11, and check what RFC 9112 asks of a server beyond it.  Lesson 99.
 
 Where a message ends must never be a matter of opinion: a proxy that sees another end than the server lets one client
 put requests into another one's connection (request smuggling). What could be read in two ways is refused.
@@ -25,7 +25,7 @@ class Parser(h11.Connection):
         self.method: bytes | None = None  # the latest request's, None until its headers are complete
 
     def next_event(self) -> Any:
-        """As h11 has it, with the target of each request as a path. Raises h11.RemoteProtocolError."""
+        """Return h11's next event, with the target of each request as a path. Raises h11.RemoteProtocolError."""
         if in_head := self.their_state is h11.IDLE:
             self.method = None
         try:
@@ -52,7 +52,7 @@ class _Refused(h11.RemoteProtocolError):
 
 
 def _framed(request: h11.Request) -> h11.Request:
-    """A request whose end is certain (RFC 9112, section 6.1). Raises _Refused."""
+    """Return a request whose end is certain (RFC 9112, section 6.1). Raises _Refused."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names:
         if b"content-length" in names:
@@ -63,7 +63,7 @@ def _framed(request: h11.Request) -> h11.Request:
 
 
 def _as_path(request: h11.Request) -> h11.Request:
-    """A request for a path, whichever form its target has (RFC 9112, section 3.2). Raises _Refused.
+    """Return a request for a path, whichever form its target has (RFC 9112, section 3.2). Raises _Refused.
 
     A target with a host in it, as clients of proxies send it, overrides the Host header.
     """

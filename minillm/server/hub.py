@@ -1,4 +1,4 @@
-"""The engine's side of the worker sockets: who is connected, who is refused, and the thread that listens.  Lesson 99.
+"""Connect the engine to its workers: the thread that reads their sockets.  Lesson 99.
 
 One thread reads all worker sockets. The engine's thread sends the results of each step. If a socket's buffer is full,
 the reading thread sends the rest later, so that a slow worker never delays a step.
@@ -81,16 +81,16 @@ class Hub:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs."""
+        """Return whether its thread runs."""
         return self._thread.is_alive()
 
     @property
     def running(self) -> int:
-        """The number of choices that were accepted and are not finished."""
+        """Return the number of choices that were accepted and are not finished."""
         return self.admission.running
 
     def counted(self) -> Families:
-        """What the engine and this hub have counted so far; any thread asks."""
+        """Return what the engine and this hub have counted so far. Any thread may call it."""
         return self.metrics.counted(self.engine.stats())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Triton's HTTP API under /v2: KServe's inference protocol, and Triton's generate endpoints.  Lesson 99.
+"""Serve Triton's HTTP API under /v2: KServe's inference protocol, and Triton's generate endpoints.  Lesson 99.
 
 The model takes a text and sampling parameters, one tensor each, and gives a text. `infer` has them as tensors, in JSON
 or in Triton's binary form; `generate` and `generate_stream` as plain JSON. Errors have Triton's form, which is
@@ -123,7 +123,7 @@ class InferRequest(Body):
         return content
 
     def read(self) -> tuple[list[str], GenerationRequest]:
-        """The texts, and the sampling parameters that hold for all of them. Raises APIError."""
+        """Return the texts, and the sampling parameters that hold for all of them. Raises APIError."""
         found = tensors.read(self.inputs, INPUTS, self.binary)
         texts = found.pop(TEXT, [])
         if not texts:
@@ -146,7 +146,7 @@ class InferRequest(Body):
             raise malformed(error.errors(include_url=False, include_input=False)) from None
 
     def wants_binary(self) -> bool:
-        """Whether the output is to be sent in the binary form."""
+        """Return whether the output is to be sent in the binary form."""
         every = bool((self.parameters or {}).get("binary_data_output"))
         for each in self.outputs or ():
             if each.name != OUTPUT:
@@ -274,7 +274,7 @@ async def _once(event: dict) -> AsyncGenerator[str]:
 async def _pieces(
     envelope: dict, first: tuple[Choice, Delta], source: AsyncIterator[tuple[Choice, Delta]]
 ) -> AsyncGenerator[str]:
-    """An event for each delta with text, and for the last one."""
+    """Yield an event for each delta with text, and for the last one."""
     item: tuple[Choice, Delta] | None = first
     while item is not None:
         _, delta = item
@@ -293,7 +293,7 @@ def _metadata(model: str) -> dict:
 
 
 def _config(model: str) -> dict:
-    """The model's configuration, with the names and types of Triton's config.pbtxt."""
+    """Return the model's configuration, with the names and types of Triton's config.pbtxt."""
 
     def form(tensor: dict) -> dict:
         kind = tensor["datatype"]

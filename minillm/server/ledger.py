@@ -1,4 +1,4 @@
-"""What a server has counted since it started, kept by the process that owns the others.  Lesson 99.
+"""Keep what a server has counted since it started, in the process that owns the others.  Lesson 99.
 
 Workers and engines come and go, but a counter must not fall: whoever reads it takes a fall for a restart of the server,
 and what was counted before it is lost. So each response's status is sent to the owner as it is counted, and the
@@ -14,7 +14,7 @@ Families = list[list]
 
 
 def summed(*each: Families) -> Families:
-    """The sum of counters and histograms, sample by sample."""
+    """Return the sum of counters and histograms, sample by sample."""
     found: dict[str, tuple[list, dict[tuple, list]]] = {}
     for name, kind, text, samples in (family for families in each for family in families):
         family, sums = found.setdefault(name, ([name, kind, text], {}))
@@ -38,27 +38,27 @@ class Ledger:
         self._lock = threading.Lock()
 
     def answered(self, status: int) -> None:
-        """A response was sent."""
+        """Count a response."""
         with self._lock:
             self._responses[status] += 1
 
     def report(self, counted: Families) -> None:
-        """What the engine has counted since it started."""
+        """Store what the engine has counted since it started."""
         with self._lock:
             self.engine = lambda: counted
 
     def engine_ended(self) -> None:
-        """The engine's process has ended, and what it reported remains."""
+        """Keep what the engine reported, as its process has ended."""
         with self._lock:
             self._before, self.engine = summed(self._before, self.engine()), list
 
     def restarted(self, what: str) -> None:
-        """An "engine" or a "worker" is started to replace one that has ended."""
+        """Count an "engine" or a "worker" that replaces one that has ended."""
         with self._lock:
             self._restarts[what] += 1
 
     def families(self) -> Families:
-        """All that was counted."""
+        """Return all that was counted."""
         with self._lock:
             responses = [[{"status": str(status)}, count] for status, count in sorted(self._responses.items())]
             own = [_counter("http_requests", "HTTP requests by the status that they came to", responses)]
@@ -70,6 +70,6 @@ class Ledger:
 
 
 def _counter(name: str, text: str, values: list) -> list:
-    """A family of ours. values: [labels, value] of each sample."""
+    """Return a family of ours. values: [labels, value] of each sample."""
     name = f"minillm_{name}"
     return [name, "counter", text, [[f"{name}_total", labels, value] for labels, value in values]]

@@ -1,4 +1,4 @@
-"""How long a prompt may be, and what a refusal calls it.  Lesson 99."""
+"""Check how long prompts are.  Lesson 99."""
 
 from minillm.errors import InvalidRequest
 
@@ -17,7 +17,7 @@ def room(tokens: int, limit: int, name: str = "prompt", least: int = 1) -> None:
 
 
 def one_of(count: int, place: int) -> str:
-    """What messages call one of a request's prompts: by its place, from 0, if there are several."""
+    """Return a prompt's name in messages: with its place, from 0, if a request has several."""
     return "prompt" if count == 1 else f"prompt {place}"
 
 

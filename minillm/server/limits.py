@@ -41,10 +41,10 @@ FLUSH = 1  # seconds after the grace period for the errors of aborted requests t
 
 
 def max_tokens(max_request_len: int) -> int:
-    """Most token ids in one request if prompt and output together have at most `max_request_len` tokens."""
+    """Return the most token ids in one request if prompt and output together have at most `max_request_len` tokens."""
     return max(max_request_len, min(MAX_TOKENS, PROMPTS_AT_ONCE * max_request_len))
 
 
 def max_body(max_request_len: int) -> int:
-    """Most bytes in a body: enough for `max_tokens` tokens as ids or as text, clamped to MIN_BODY and MAX_BODY."""
+    """Return the most bytes in a body: enough for `max_tokens` tokens, from MIN_BODY to MAX_BODY."""
     return min(MAX_BODY, max(MIN_BODY, TOKEN_BYTES * max_tokens(max_request_len)))

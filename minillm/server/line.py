@@ -1,4 +1,4 @@
-"""One worker's socket, in the engine's process: its requests go to the engine, and their tokens back.  Lesson 99."""
+"""Pass one worker's requests to the engine and their tokens back, in the engine's process.  Lesson 99."""
 
 import math
 import socket
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def seen(self) -> Seen:
-        """What is known of how long it takes."""
+        """Return what is known of how long it takes."""
         request, done = self.prepared.tracked.request, self.prepared.tracked.completion
         certain = not (self.stops or request.stop_ids or request.matcher)
         times = (math.nan if at is None else at for at in (done.scheduled_time, done.first_token_time))
@@ -189,20 +189,20 @@ class Line:
 
     @property
     def count(self) -> int:
-        """The number of choices that were accepted and are not finished."""
+        """Return the number of choices that were accepted and are not finished."""
         return len(self.jobs) + len(self.compiling)
 
     def seen(self) -> Iterator[Seen]:
-        """What is known of each choice, in the order in which the engine starts them."""
+        """Yield what is known of each choice, in the order in which the engine starts them."""
         for job in list(self.jobs.values()):  # a copy: the engine's thread removes those that have ended
             yield job.seen
 
     def of(self, client: str | None) -> int:
-        """The number of a client's choices that were accepted and are not finished."""
+        """Return the number of a client's choices that were accepted and are not finished."""
         return self._clients[client] + sum(each == client for each in self.compiling.values())
 
     def _forget(self, key: int) -> Job | None:
-        """A choice no longer counts as running."""
+        """Stop counting a choice as running."""
         job = self.jobs.pop(key, None)
         if job is not None and job.client is not None:
             with self._lock:  # the hub's thread and the engine's both count
@@ -212,7 +212,7 @@ class Line:
         return job
 
     def waits(self, keys: range) -> bool:
-        """Whether a submission waits: no choice of it has ended, and the engine has given a row to none of them."""
+        """Return whether a submission waits: no choice of it has ended or has got a row from the engine."""
         jobs = (self.jobs.get(key) for key in keys if key not in self.compiling)
         return all(job is not None and not job.prepared.tracked.completion.scheduled_time for job in jobs)
 
@@ -287,7 +287,7 @@ class Line:
     def _read_prompts(
         self, numbers: array, prompts: list[PromptForm], params: SamplingParams
     ) -> tuple[list[np.ndarray], bool]:
-        """The token ids of each prompt, and whether any prompt was encoded here."""
+        """Return the token ids of each prompt, and whether any prompt was encoded here."""
         left, found, encoded = np.asarray(numbers), [], False
         tokenizer = self.engine.tokenizer
         own = any(each.text is not None for each in prompts) and overrides.replaced("bpe_merge")
@@ -351,7 +351,7 @@ class Line:
             self.send(Reply(id, value))
 
     def _answer(self, question: Question[Any]) -> Any:
-        """The answer to a question, or a future of it."""
+        """Return the answer to a question, or a future of it."""
         match question:
             case Alive():
                 return self._alive

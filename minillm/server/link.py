@@ -99,7 +99,7 @@ ERRORS: dict[str, Callable[..., Exception]] = {
 
 
 def _error(failure: Failure) -> Exception:
-    """The exception that stands for a failure. Raises MalformedMessage for an unknown kind."""
+    """Return the exception that stands for a failure. Raises MalformedMessage for an unknown kind."""
     if failure.kind not in ERRORS:
         raise MalformedMessage(f"no error is of the kind {failure.kind!r}")
     after = () if failure.retry_after is None else (failure.retry_after,)
@@ -107,7 +107,7 @@ def _error(failure: Failure) -> Exception:
 
 
 def _changed(given: SamplingParams | RequestOptions) -> dict:
-    """The fields that differ from their defaults."""
+    """Return the fields that differ from their defaults."""
     pairs = ((field, getattr(given, field.name)) for field in fields(given) if field.init)
     return {field.name: value for field, value in pairs if value != field.default}
 
@@ -128,7 +128,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether messages reach the engine."""
+        """Return whether messages reach the engine."""
         raise NotImplementedError
 
     def _send(self, message: FromWorker) -> None:
@@ -222,7 +222,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def until_given_up(self) -> AsyncIterator[None]:
-        """A block that `give_up` interrupts with ShuttingDown."""
+        """Return a block that `give_up` interrupts with ShuttingDown."""
         if self._given_up:
             raise _shutting_down()
         try:
@@ -363,12 +363,12 @@ class RemoteEngine(EngineClient):
         self._link.transport.write(encode(message))
 
     def made(self, link: "_Link") -> None:
-        """A new connection."""
+        """Use a new connection."""
         self._lose()
         self._link = link
 
     def expect(self, seconds: float) -> None:
-        """Another engine is ready in so many seconds, by estimate."""
+        """Note in how many seconds another engine is ready, by estimate."""
         self._expected = time.monotonic() + seconds
 
     def _gone(self, what: str) -> EngineGone:
@@ -376,7 +376,7 @@ class RemoteEngine(EngineClient):
         return EngineGone(f"{what}: try again in {after} s", after)
 
     def lost(self, link: "_Link") -> None:
-        """A connection is closed."""
+        """Forget a connection that is closed."""
         if link is self._link:
             self._lose()
             self._on_lost()
@@ -430,7 +430,7 @@ class _Link(asyncio.Protocol):
 
 
 def _joined(prompts: Sequence[list[int]]) -> array:
-    """The ids of all prompts, joined."""
+    """Join the ids of all prompts."""
     ids = array(NUMBER)
     for each in prompts:
         ids.extend(each)

@@ -51,7 +51,7 @@ class LocalServedEngine(EngineClient):
                 self._loop.call_soon_threadsafe(self.receive, message)
 
     async def metrics_text(self) -> bytes:
-        """All metrics, in Prometheus' text format."""
+        """Return all metrics, in Prometheus' text format."""
         gauges = await gauges_of(self)
         return text_of(self.ledger.families() + gauges)
 

@@ -41,14 +41,14 @@ class Message(BaseModel):
     reasoning_content: None = None
 
     def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates expect."""
+        """Return the message in the form that chat templates expect."""
         parts = self.content
         content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
 def checked_messages(content: dict) -> dict:
-    """A body whose messages have known members only. Raises APIError."""
+    """Return a body if its messages have known members only. Raises APIError."""
     messages = content.get("messages")
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):
@@ -69,7 +69,7 @@ def checked_messages(content: dict) -> dict:
 
 
 def turns(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """A conversation in the form that chat templates expect. Raises APIError."""
+    """Return a conversation in the form that chat templates expect. Raises APIError."""
     if all(message.role in ("system", "developer") for message in messages):
         raise APIError("messages has only system or developer messages: add a user message", param="messages")
     return [message.plain() for message in messages]

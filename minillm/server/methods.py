@@ -1,4 +1,4 @@
-"""HEAD and OPTIONS for every path, and which methods a path has (RFC 9110, section 9).  Lesson 99."""
+"""Answer HEAD and OPTIONS for every path (RFC 9110, section 9).  Lesson 99."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class Methods:
 
 
 def allowed(routes: Sequence[BaseRoute], path: str) -> str:
-    """The methods of a path, as the header `allow` lists them; none for a path that no route has."""
+    """Return the methods of a path, as the header `allow` lists them; none for a path that no route has."""
     found = [route for route in routes if isinstance(route, Route)]
     if path != "*":  # the server as a whole
         first = next((route for route in found if route.path_regex.match(path)), None)

@@ -1,4 +1,4 @@
-"""What the engine's process counts and measures, for Prometheus, under our names and under vLLM's.  Lesson 99.
+"""Count and measure in the engine's process, for Prometheus, under our names and under vLLM's.  Lesson 99.
 
 vLLM's names (`vllm:...`, with the label `model_name`) are those that dashboards and autoscalers know; they count the
 same events. `docs/grafana.json` is a dashboard that shows them. Responses are counted elsewhere: see `ledger`.
@@ -103,15 +103,15 @@ class Metrics:
             self.decode.observe(end - done.first_token_time)
 
     def counted(self, stats: Mapping[str, int]) -> Families:
-        """All counters and histograms. stats: the engine's numbers."""
+        """Return all counters and histograms. stats: the engine's numbers."""
         return _families([*self.registry.collect(), *self._events(stats)])
 
     def gauges(self, stats: Mapping[str, int]) -> Families:
-        """All that may rise and fall. stats: the engine's numbers."""
+        """Return all that may rise and fall. stats: the engine's numbers."""
         return _families(self._levels(stats))
 
     def _events(self, stats: Mapping[str, int]) -> Iterator[Metric]:
-        """What is not counted at a choice's end: the engine's events, and times between tokens."""
+        """Yield what is not counted at a choice's end: the engine's events, and times between tokens."""
         label, model = ["model_name"], [self.model_name]
         for name in EVENTS:
             yield CounterMetricFamily(f"minillm_engine_{name}", _text(name), value=stats.get(name, 0))
@@ -151,7 +151,7 @@ class Metrics:
 
 
 def cache_facts(engine: AsyncLLM) -> dict[str, object]:
-    """What vLLM calls the cache's configuration, without the number of blocks."""
+    """Return what vLLM calls the cache's configuration, without the number of blocks."""
     config = engine.config
     return {
         "block_size": config.block_size,
@@ -161,7 +161,7 @@ def cache_facts(engine: AsyncLLM) -> dict[str, object]:
 
 
 def _families(metrics: Iterable[Metric]) -> Families:
-    """Metrics as JSON. When a counter was made is left out: that of a sum would be a sum of dates."""
+    """Return metrics as JSON. When a counter was made is left out: that of a sum would be a sum of dates."""
     return [
         [each.name, each.type, each.documentation, [
             [sample.name, sample.labels, sample.value]
@@ -177,7 +177,7 @@ def _text(name: str) -> str:
 
 
 def _round_numbers(most: int) -> list[int]:
-    """1, 2, 5, 10, 20 and so on, up to `most`."""
+    """Return 1, 2, 5, 10, 20 and so on, up to `most`."""
     return [found for exponent in range(len(str(most))) for each in (1, 2, 5) if (found := each * 10**exponent) <= most]
 
 
@@ -194,6 +194,6 @@ class Tally:
         self.sum += value * count
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it), as Prometheus wants them."""
+        """Return pairs (upper bound, values up to it), as Prometheus wants them."""
         names = [*map(str, map(float, self.bounds)), "+Inf"]
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))

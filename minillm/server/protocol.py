@@ -1,4 +1,4 @@
-"""OpenAI's request and error formats: validates requests and converts them to `SamplingParams`.  Lesson 99.
+"""Validate requests in OpenAI's format, and convert them to `SamplingParams`.  Lesson 99.
 
 Field names and meanings follow OpenAI's API reference (completions, chat completions). Fields that OpenAI lacks use
 vLLM's names: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, cache_salt, priority,
@@ -117,7 +117,7 @@ class Body(BaseModel):
 
     @property
     def binary(self) -> bytes:
-        """The bytes that followed the JSON."""
+        """Return the bytes that followed the JSON."""
         return self._binary
 
     @classmethod
@@ -236,11 +236,11 @@ class GenerationRequest(Body):
             raise as_api_error(InvalidRequest(self._in_its_words(str(error)))) from None
 
     def _in_its_words(self, message: str) -> str:
-        """A message about sampling parameters, with the names that the client gave them."""
+        """Return a message about sampling parameters, with the names that the client gave them."""
         return message
 
     def _json_schema(self) -> dict | None:
-        """The schema that `response_format` asks for; None for plain text."""
+        """Return the schema that `response_format` asks for; None for plain text."""
         wanted = self.response_format or {"type": "text"}
         kind, named = wanted.get("type"), wanted.get("json_schema")
         if kind != "structural_tag":  # it has other members, and is refused below
@@ -287,7 +287,7 @@ class GenerationRequest(Body):
             raise as_api_error(error) from None
 
     def _given(self, kind: type) -> dict[str, Any]:
-        """The fields set in the body that are also fields of the dataclass `kind`."""
+        """Return the fields set in the body that are also fields of the dataclass `kind`."""
         names = [field.name for field in fields(kind) if field.name in type(self).model_fields]
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's format: completions, chat completions, their chunks and log-probabilities.  Lesson 99."""
+"""Format responses as OpenAI does: completions, chat completions, their chunks and log-probabilities.  Lesson 99."""
 
 import json
 import time
@@ -15,12 +15,12 @@ from .token_texts import LOWEST, TokenTexts
 
 
 def dumps(content: dict) -> str:
-    """Compact JSON."""
+    """Return compact JSON."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def usage(prompts: Iterable[Completion], completion_tokens: int) -> dict:
-    """OpenAI's usage. prompts: the first choice of each prompt."""
+    """Return OpenAI's usage. prompts: the first choice of each prompt."""
     prompt_tokens, cached = 0, 0
     for each in prompts:
         prompt_tokens += len(each.prompt_token_ids)
@@ -54,7 +54,7 @@ class Answer:
 
     @cached_property
     def opening(self) -> str:
-        """The JSON of a chunk up to its first choice."""
+        """Return the JSON of a chunk up to its first choice."""
         return dumps(self.chunk([])).removesuffix("]}")
 
     def _wrap(self, kind: str, choices: list[dict]) -> dict:
@@ -75,7 +75,7 @@ def completion_logprobs(
     offsets: Sequence[int] | None = None,
     begun: bool = False,
 ) -> dict:
-    """The completions format: parallel lists with one item per token.
+    """Return the completions format: parallel lists with one item per token.
 
     offsets: where each token begins in the text, None if these are all of its tokens. begun: whether other tokens of
     the text come before these.
@@ -105,7 +105,7 @@ def _by_string(texts: TokenTexts, entry: TokenLogprobs, token: int, top: int, fi
 def chat_logprobs(
     texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int, begun: bool = False
 ) -> dict:
-    """The chat format: a list of tokens, each with the likeliest tokens at its position. begun: as above."""
+    """Return the chat format: a list of tokens, each with the likeliest tokens at its position. begun: as above."""
     content = []
     for token, entry, first in zip(tokens, logprobs, texts.firsts(tokens, begun), strict=True):
         rivals = [texts.entry(each, logprob, first) for each, logprob in _likeliest(entry, top).items()]
@@ -118,7 +118,7 @@ def _likeliest(entry: TokenLogprobs, top: int) -> dict[int, float]:
 
 
 def _ids(gained: Delta) -> str:
-    """The JSON of the token ids, as a choice's last member."""
+    """Return the JSON of the token ids, as a choice's last member."""
     return f',"token_ids":[{",".join(map(str, gained.token_ids))}]'
 
 
@@ -152,7 +152,7 @@ class CompletionForm:
         return []
 
     def whole_answer(self, done: Sequence[Completion]) -> dict:
-        """What an answer has next to its choices."""
+        """Return what an answer has next to its choices."""
         return {}
 
     def whole(self, index: int, done: Completion) -> dict:
@@ -189,7 +189,7 @@ class CompletionForm:
         return choice
 
     def offsets_in_echo(self, place: int, ids: list[int]) -> list[int]:
-        """Where each token of a prompt begins in its echo, if log-probabilities show it."""
+        """Return where each token of a prompt begins in its echo, if log-probabilities show it."""
         if self.top is None or self.echoes is None:
             return []
         if place not in self.located:
@@ -198,16 +198,16 @@ class CompletionForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether pieces show nothing but text and token ids."""
+        """Return whether pieces show nothing but text and token ids."""
         return self.top is None and self.echoes is None and not self.scores_only
 
     def plain(self, index: int, gained: Delta) -> str:
-        """The JSON of a piece that shows nothing but text and token ids and is not the last, as `piece` gives it."""
+        """Return the JSON of a piece, not the last, that shows nothing but text and token ids, as `piece` gives it."""
         ids = _ids(gained) if self.ids else ""
         return f'{{"index":{index},"text":{quoted(gained.text)},"logprobs":null,"finish_reason":null{ids}}}'
 
     def generated(self, tokens: int) -> int:
-        """How many of the generated tokens count toward the usage."""
+        """Return how many of the generated tokens count toward the usage."""
         return 0 if self.scores_only else tokens
 
 

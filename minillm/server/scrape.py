@@ -1,4 +1,4 @@
-"""A worker's part in the metrics: it counts the responses that it sends, and answers /metrics.  Lesson 99.
+"""Count the responses that a worker sends, and answer /metrics.  Lesson 99.
 
 Counts come from the owner of the workers (see `ledger`), also while there is no engine. Gauges come from the engine.
 """
@@ -36,12 +36,12 @@ class Scrape:
         self._owner.send({"op": "answered", "status": status})
 
     async def render(self) -> bytes:
-        """All metrics, in Prometheus' text format."""
+        """Return all metrics, in Prometheus' text format."""
         gauges = await gauges_of(self._engine)
         return text_of(await self._counted() + gauges)
 
     async def _counted(self) -> Families:
-        """What the owner has counted. Raises EngineError if it does not answer."""
+        """Return what the owner has counted. Raises EngineError if it does not answer."""
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         try:
@@ -54,14 +54,14 @@ class Scrape:
             del self._replies[number]
 
     def received(self, number: int, families: Families) -> None:
-        """What the owner has replied to a question."""
+        """Take the owner's reply to a question."""
         reply = self._replies.get(number)
         if reply is not None and not reply.done():
             reply.set_result(families)
 
 
 async def gauges_of(engine: ServedEngine) -> Families:
-    """All that may rise and fall, as far as the engine answers."""
+    """Return all that may rise and fall, as far as the engine answers."""
     try:
         async with asyncio.timeout(HEALTH):  # an engine that is stuck in a step may not even answer
             found: dict[str, Any] = await engine.ask(Gauges())
@@ -72,7 +72,7 @@ async def gauges_of(engine: ServedEngine) -> Families:
 
 
 def text_of(families: Families) -> bytes:
-    """Metric families in Prometheus' text format."""
+    """Return metric families in Prometheus' text format."""
     return generate_latest(_Shown(families))
 
 

@@ -1,4 +1,4 @@
-"""`ServedEngine`: all that the HTTP side uses of an engine, wherever it runs.  Lesson 99.
+"""Define `ServedEngine`: all that the HTTP side uses of an engine, wherever it runs.  Lesson 99.
 
 `RemoteEngine` is an engine behind a socket, for HTTP workers; `LocalServedEngine` is one of this process.
 """
@@ -36,4 +36,4 @@ class ServedEngine(Protocol):
         """Answer a question about the engine. Raises EngineError or InvalidRequest."""
 
     def until_given_up(self) -> AbstractAsyncContextManager[None]:
-        """A block that is interrupted with ShuttingDown when the server's grace period is over."""
+        """Return a block that is interrupted with ShuttingDown when the server's grace period is over."""

@@ -26,7 +26,7 @@ class Shares:
 
     @classmethod
     def create(cls, count: int) -> "Shares":
-        """New slots, of workers that do not accept connections yet."""
+        """Return new slots, of workers that do not accept connections yet."""
         with tempfile.TemporaryFile() as file:
             file.truncate(count * BYTES)
             shares = cls(os.dup(file.fileno()), count)
@@ -41,7 +41,7 @@ class Shares:
         self._open[slot] = GONE
 
     def ahead(self, slot: int) -> bool:
-        """Whether a worker that accepts connections has fewer than that of `slot`."""
+        """Return whether a worker that accepts connections has fewer than that of `slot`."""
         own = self._open[slot]
         return any(GONE < other < own for other in self._open)
 

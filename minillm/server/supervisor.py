@@ -1,4 +1,4 @@
-"""What `minillm serve` is: a small process that owns the engine's process and the HTTP workers.  Lesson 99.
+"""Run `minillm serve`: a small process that owns the engine's process and the HTTP workers.  Lesson 99.
 
 It holds no model and imports no torch, so there is little in it that could fail. When the engine's process ends, or is
 stuck in a step, requests in flight end with an error, the workers answer 503, and a new engine is started.
@@ -110,7 +110,7 @@ class Supervisor:
                     self._end_stuck(child, f"has been in the same step for {message['working']:.0f} s", "hang_timeout")
 
     def _gone(self, child: Child) -> None:
-        """The engine's process has closed its control socket."""
+        """Handle the end of the engine's process, which has closed its control socket."""
         with self._lock:
             was_ready, self._ready = self._ready, False
             if self._stopping:

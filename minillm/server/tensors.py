@@ -1,4 +1,4 @@
-"""Tensors in KServe's protocol: read from JSON or from the bytes that follow it, and written as either.  Lesson 99.
+"""Read tensors of KServe's protocol from JSON or from the bytes after it, and write them as either.  Lesson 99.
 
 In the binary form, elements follow each other in row-major order, little-endian; a string is its length in bytes as a
 32-bit number, then UTF-8.
@@ -78,7 +78,7 @@ def _wrong(name: str, reason: str) -> APIError:
 
 
 def _from_json(name: str, datatype: str, data: list | None) -> list:
-    """The elements of `data`, which may be nested as the shape is."""
+    """Return the elements of `data`, which may be nested as the shape is."""
     if data is None:
         raise _wrong(name, f"has neither data nor {SIZE}")
     while any(isinstance(each, list) for each in data):
@@ -113,7 +113,7 @@ def _from_bytes(name: str, datatype: str, data: bytes, count: int) -> list:
 
 
 def output(name: str, texts: Sequence[str], binary: bool) -> tuple[dict, bytes]:
-    """A tensor of strings for a response: its JSON, and the bytes that follow the JSON if `binary`."""
+    """Return a tensor of strings for a response: its JSON, and the bytes that follow the JSON if `binary`."""
     tensor: dict[str, Any] = {"name": name, "datatype": "BYTES", "shape": [len(texts)]}
     if not binary:
         return tensor | {"data": list(texts)}, b""

@@ -1,4 +1,4 @@
-"""Tokens as responses show them: their strings, their bytes, and where they begin in the text.  Lesson 99."""
+"""Show tokens in responses: their strings, their bytes, and where they begin in the text.  Lesson 99."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +36,7 @@ class TokenTexts:
         return self.shown(token, first)[0]
 
     def entry(self, token: int, logprob: float, first: bool = False) -> dict:
-        """An entry of a chat's log-probabilities. first: whether the token begins the text."""
+        """Return an entry of a chat's log-probabilities. first: whether the token begins the text."""
         text, data = self.shown(token, first)
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 
@@ -45,7 +45,7 @@ class TokenTexts:
         return found.first if first else found.inside
 
     def unknown(self, tokens: Iterable[int]) -> list[int]:
-        """The tokens that are not cached and cannot be looked up, because there is no tokenizer."""
+        """Return the tokens that are not cached and cannot be looked up, because there is no tokenizer."""
         return [token for token in set(tokens) if token not in self.seen] if self.tokenizer is None else []
 
     def of(self, token: int) -> TokenText:
@@ -54,17 +54,17 @@ class TokenTexts:
         return self.seen[token]
 
     def have_text(self, tokens: Iterable[int]) -> bool:
-        """Whether a text of these tokens has begun: all but special tokens begin one."""
+        """Return whether a text of these tokens has begun: all but special tokens begin one."""
         return any(self.of(token).in_text for token in tokens)
 
     def firsts(self, tokens: Iterable[int], begun: bool) -> Iterator[bool]:
-        """For each token, whether it begins the text, which has begun already if `begun`."""
+        """Return for each token whether it begins the text, which has begun already if `begun`."""
         for token in tokens:
             yield not begun
             begun = begun or self.of(token).in_text
 
     def offsets(self, tokens: Sequence[int]) -> list[int]:
-        """Where each of a text's tokens begins in it, in characters."""
+        """Return where each of a text's tokens begins in it, in characters."""
         if self.tokenizer is None:
             return [0] * len(tokens)
         output = OutputText(self.tokenizer, locates=True)
@@ -73,7 +73,7 @@ class TokenTexts:
         return output.offsets
 
     def prompt_offsets(self, tokens: Sequence[int], prompt: str, written: bool) -> list[int]:
-        """Where each token begins in the text of an echoed prompt; never at its end, where the output begins.
+        """Return where each token begins in the text of an echoed prompt; never at its end, where the output begins.
 
         written: whether the client wrote this text. It has the special tokens that the client wrote, but not those that
         the tokenizer added, like <bos>. If the tokenizer rewrites texts (to lower case, say), offsets are approximate.
@@ -108,7 +108,7 @@ class TokenTexts:
         return TokenText(piece, self._show(token, ["a"]), self._show(token, []), True)
 
     def _show(self, token: int, before: list[str]) -> Shown:
-        """The token's text and bytes after these tokens."""
+        """Return the token's text and bytes after these tokens."""
         assert self.tokenizer is not None
         texts = []
         for tokens in (before, [*before, *self.tokenizer.visible_tokens([token], False)]):
@@ -124,6 +124,6 @@ class TokenTexts:
 
 
 def complete_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of these ids, without an incomplete character at its end: a text that continues them completes it."""
+    """Return the text of these ids, without an incomplete character at its end, which more ids may complete."""
     decoder = tokenizer.new_decoder()
     return decoder.push(tokenizer.visible_tokens(ids, True)) + decoder.settle()

@@ -1,12 +1,12 @@
-"""How long a new request would wait: the queue is played through, with answers as long as others were.  Lesson 99.
+"""Estimate how long a new request would wait, by simulating the queue.  Lesson 99.
 
-A row is free when its answer ends. How long an answer becomes is not known, unless only its limit can end it. But some
-have ended lately, and those that run are at least as long as they are now. From both, the estimator of Kaplan and Meier
-(1958) gives the chance that an answer becomes longer than so many tokens. Each answer gets a length by these chances;
-if it runs, a length beyond what it has. Then each waiting request takes the row that is free first.
+A row is free when its answer ends. The length of an answer is unknown, unless only its limit can end it. But some
+answers have ended recently, and those that run are at least as long as they are now. From both, the estimator of Kaplan
+and Meier (1958) gives the probability that an answer exceeds a number of tokens. Each answer gets a length according to
+these probabilities; a running one gets a length beyond what it has. Then each waiting request takes the first free row.
 
-The pace of the latest ends would not do. Answers of equal length end in the same step, in which that pace is infinite,
-and none ends until they are through again.
+The rate of recent ends would be a poor estimate: answers of equal length end in the same step, when that rate is
+infinite, and then none ends for a long time.
 """
 
 import heapq
@@ -63,7 +63,7 @@ class Pace:
         self._takes: Iterator[float] = itertools.repeat(0.0)  # seconds for which those to come hold their rows
 
     def ended(self, seen: Seen, stopped: bool) -> None:
-        """A choice that had a row has ended. stopped: by itself, neither at its limit nor because it was aborted."""
+        """Note the end of a choice that had a row. stopped: by itself, neither at its limit nor aborted."""
         now = self._clock()
         self._ended += 1
         if math.isnan(seen.first):
@@ -75,7 +75,7 @@ class Pace:
         self._ends.append(_End(seen.tokens, stopped, at, seen.first - seen.begun, now - seen.first))
 
     def seconds(self, count: int) -> float | None:
-        """Until so many choices have ended; 0 for none, None if nothing is known yet."""
+        """Estimate the seconds until `count` choices have ended: 0 for none, None if nothing is known yet."""
         if count <= 0:
             return 0.0
         now, wanted = self._clock(), count + self._ended
@@ -90,7 +90,7 @@ class Pace:
         return max(self._starts[wanted - 1] - (now - self._at), 0.0)
 
     def _play(self, now: float) -> None:
-        """Let all that runs or waits go on to its end, as it may be."""
+        """Simulate all that runs or waits to its end."""
         limit, certain, tokens, begun, first = _columns(self._look())
         ends = _columns(self._ends)
         runs, decodes = ~np.isnan(begun), ~np.isnan(first)
@@ -116,7 +116,7 @@ class Pace:
         self._free, self._takes = free, itertools.cycle(_mixed(whole).tolist() or [float(prefill)])
 
     def _lengths(self, ends: np.ndarray, running: np.ndarray, now: float, per_token: float) -> "_Lengths | None":
-        """How long answers become that may end by themselves; None if too few have ended.
+        """Estimate the lengths of answers that may end by themselves; None if too few have ended.
 
         running: the tokens of those that run.
         """
@@ -148,7 +148,7 @@ class _Lengths:
         self._rate = len(self._ends) / (last - first).sum() if len(self._ends) else 0.0  # ends for each token
 
     def beyond(self, tokens: np.ndarray) -> np.ndarray:
-        """A length beyond each answer's tokens; inf if none has ended by itself.  [n] -> [n]
+        """Return a length beyond each answer's tokens; inf if none has ended by itself.  [n] -> [n]
 
         As many come from each part of the distribution as its chances say. Behind the longest that has ended, every
         further token is as likely to be the end as a token was on average.
@@ -163,15 +163,15 @@ class _Lengths:
 
 
 def _columns(rows: Iterable[Seen | _End]) -> np.ndarray:
-    """The columns of a table.  -> [5, rows]"""
+    """Return the columns of a table.  -> [5, rows]"""
     return np.fromiter(itertools.chain.from_iterable(rows), float).reshape(-1, 5).T
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The values in an order that has nothing to do with them, and is always the same for as many."""
+    """Shuffle the values, in the same way for every array of this length."""
     return np.random.default_rng(0).permutation(values)
 
 
 def retry_after(seconds: float | None) -> int:
-    """The whole seconds of a Retry-After header."""
+    """Return the whole seconds of a Retry-After header."""
     return 1 if seconds is None else min(max(math.ceil(seconds), 1), LONGEST)

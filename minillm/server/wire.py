@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 
 class MalformedMessage(MinillmError):
-    """What came over the socket is no message, or none for this end. The connection cannot be used any further."""
+    """Bytes on the socket are no message, or none for this end; the connection cannot be used any further."""
 
 
 # ---- parts of messages
@@ -44,7 +44,7 @@ class PromptForm(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An error. kind: a key of `link.ERRORS`. retry_after: seconds until another try may succeed."""
+    """An error that is sent. kind: a key of `link.ERRORS`. retry_after: seconds until another try may succeed."""
 
     kind: str
     message: str
@@ -129,29 +129,29 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Alive(Question[bool]):
-    """Whether the engine accepts requests."""
+    """Ask whether the engine accepts requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges(Question[dict[str, Any]]):
-    """Whether the engine is alive, and the metrics that may rise and fall."""
+    """Ask whether the engine is alive, and for the metrics that may rise and fall."""
 
 
 @dataclass(frozen=True, slots=True)
 class State(Question[str]):
-    """What the engine holds, as JSON for the page."""
+    """Ask what the engine holds, as JSON for the page."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderChat(Question[str]):
-    """A conversation in the model's chat template. This and what follows: only where workers have no tokenizer."""
+    """Ask for a conversation in the chat template. This and what follows: only where workers have no tokenizer."""
 
     messages: list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Encode(Question[list[int]]):
-    """The token ids of a text."""
+    """Ask for the token ids of a text."""
 
     text: str
     special: bool
@@ -159,21 +159,21 @@ class Encode(Question[list[int]]):
 
 @dataclass(frozen=True, slots=True)
 class Decode(Question[str]):
-    """The text of token ids."""
+    """Ask for the text of token ids."""
 
     ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ShowTokens(Question[list]):
-    """What is shown of each token: the fields of its `TokenText`."""
+    """Ask what is shown of each token: the fields of its `TokenText`."""
 
     ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Offsets(Question[list[int]]):
-    """Where each token begins in an echoed prompt: see `TokenTexts.prompt_offsets`."""
+    """Ask where each token begins in an echoed prompt: see `TokenTexts.prompt_offsets`."""
 
     ids: list[int]
     prompt: str
@@ -211,7 +211,7 @@ class Deltas:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """No choice of this submission runs."""
+    """Refuse a submission: no choice of this submission runs."""
 
     key: int  # of the first choice
     choices: int
@@ -247,7 +247,7 @@ _AFTER_LOGPROBS, _AFTER_STOP = Event(0, [])[3:], Event(0, [])[5:]  # the default
 
 
 def encode(message: Message) -> bytes:
-    """A message as bytes for the socket."""
+    """Return a message as bytes for the socket."""
     if isinstance(message, Deltas):
         events = [_short(each) for each in message.events]
         head = _json(["Deltas", events]).encode("utf-8", "surrogatepass") if events else _PLAIN
@@ -258,7 +258,7 @@ def encode(message: Message) -> bytes:
 
 
 def _listed(part: Any) -> list | dict:
-    """A dataclass within a message as JSON has it."""
+    """Return a dataclass within a message as JSON has it."""
     kind = type(part)
     if kind in _NAMES:
         return [kind.__name__, *[getattr(part, name) for name in _NAMES[kind]]]
@@ -270,7 +270,7 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_lis
 
 
 def decode(head: bytes | bytearray, data: bytes) -> Message:
-    """The message of these bytes, without the header. Raises MalformedMessage."""
+    """Return the message of these bytes, without the header. Raises MalformedMessage."""
     try:
         if head == _PLAIN:
             return Deltas([], array(NUMBER, data))
@@ -303,7 +303,7 @@ def _read(values: Any, numbers: array) -> Message:
 
 
 def _short(event: Event) -> tuple:
-    """An event as JSON has it: without its last fields, if they have their defaults."""
+    """Return an event as JSON has it: without its last fields, if they have their defaults."""
     if event[3:] == _AFTER_LOGPROBS:
         return event[:3]
     return event[:5] if event[5:] == _AFTER_STOP else event
@@ -319,7 +319,7 @@ def _failure(values: list | None) -> Failure | None:
 
 
 def numbers_of(values: Iterable[int]) -> array:
-    """Integers for a message."""
+    """Return integers for a message."""
     return array(NUMBER, values)
 
 
@@ -330,7 +330,7 @@ class MessageDecoder:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that these bytes complete. Raises MalformedMessage."""
+        """Yield the messages that these bytes complete. Raises MalformedMessage."""
         self._held += data
         while len(self._held) >= HEADER.size:
             magic, head, numbers = HEADER.unpack_from(self._held)

@@ -305,8 +305,8 @@ FAULTS = (
     Fault(
         "a chunk written as text lacks the token ids",
         "minillm/server/responses.py",
-        '"logprobs":null,"finish_reason":null{ids}}}\'\n\n    def generated(self, tokens: int) -> int:\n        """How',
-        '"logprobs":null,"finish_reason":null}}\'\n\n    def generated(self, tokens: int) -> int:\n        """How',
+        '"logprobs":null,"finish_reason":null{ids}}}\'\n\n    def generated(self, tokens: int) -> int:\n        """',
+        '"logprobs":null,"finish_reason":null}}\'\n\n    def generated(self, tokens: int) -> int:\n        """',
         "tests/server/test_event_stream.py -k written_as_text",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""The page's files and the headers that they are served with.  Lesson 99.
+"""Serve the page's files, with their headers.  Lesson 99.
 
 The page is plain HTML, CSS and JavaScript and loads nothing from elsewhere; its content security policy makes sure.
 Everyone may read the files. What they show comes from /engine/state, which needs the server's key if it has one.

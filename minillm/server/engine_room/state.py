@@ -1,4 +1,4 @@
-"""The numbers of the page, as JSON, from a snapshot of the engine.  Lesson 99.
+"""Take snapshots of the engine, and show them as JSON for the page.  Lesson 99.
 
 However many pages ask, the engine is copied at most once in PERIOD seconds, and less often if a copy takes long: copies
 have at most 1 / PATIENCE of the engine's time. While nobody asks, nothing is copied.
@@ -23,7 +23,7 @@ PERCENTILES = (50, 95, 99)
 
 
 class EngineRoom:
-    """What the page shows of one server. soon: runs a function on the hub's thread."""
+    """Shows one server on the page. soon: runs a function on the hub's thread."""
 
     def __init__(self, engine: AsyncLLM, metrics: Metrics, soon: Callable[[Callable[[], None]], None]):
         self.engine, self.metrics, self._soon = engine, metrics, soon
@@ -31,7 +31,7 @@ class EngineRoom:
         self._renew_at = 0.0  # on the clock of time.monotonic
 
     def state(self) -> Future[str]:
-        """The engine's state as JSON, at most PERIOD seconds old when the step that runs has ended.
+        """Return the engine's state as JSON, at most PERIOD seconds old when the step that runs has ended.
 
         Call it on the hub's thread, where the future gets its result. Raises EngineClosed.
         """
@@ -53,7 +53,7 @@ class EngineRoom:
             state.set_result(text)
 
     def describe(self, snapshot: Snapshot) -> dict:
-        """A snapshot and the newest latencies. Times are in seconds.
+        """Return a snapshot and the newest latencies as an object. Times are in seconds.
 
         blocks.cells: the map, a number a cell: a row of the batch, or what `minillm.engine.snapshot` calls FREE (-1),
         CACHED (-2), SHARED (-3) and LEAVING (-4); blocks.filled: how many of a cell's `per_cell` blocks are used.
