@@ -7,12 +7,12 @@ from contextlib import suppress
 from minillm.engine.async_llm import AsyncLLM
 
 from .config import ServerConfig
-from .hub import Hub
+from .engine_side.hub import Hub
+from .engine_side.line import Line, Shared
 from .ledger import Ledger
-from .line import Line, Shared
-from .link import EngineClient, EngineGone
-from .scrape import gauges_of, text_of
 from .wire import FromEngine, FromWorker
+from .worker.link import EngineClient, EngineGone
+from .worker.scrape import gauges_of, text_of
 
 
 class LocalServedEngine(EngineClient):

@@ -19,14 +19,14 @@ from minillm.errors import ConfigError, MinillmError, MissingPackage
 from minillm.folders import how_to_install
 
 from .config import ServerConfig, ServerOptions, split
-from .fleet import ServerFailed, Workers
-from .supervisor import Supervisor
+from .supervisor.fleet import ServerFailed, Workers
+from .supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:  # importing these loads torch: `running` does it when called
     from minillm.engine.async_llm import AsyncLLM
     from minillm.engine.llm import LLM
 
-    from .hub import Hub
+    from .engine_side.hub import Hub
 
 log = logging.getLogger(__name__)
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -83,7 +83,7 @@ def serve(
                 with _engine(model, engine_options) as engine:
                     _serve_here(engine, served_model_name or engine.name, url, fleet, config)
                 return
-            from .engine_process import packed
+            from .engine_side.engine_process import packed
 
             choice = {"model": model, "profile": profile, "name": served_model_name}
             given = packed(choice | {"engine": engine_options, "config": config})
@@ -139,7 +139,7 @@ def running(
 @contextmanager
 def _serving(engine: "AsyncLLM", name: str, url: str, fleet: Workers, config: ServerConfig) -> Iterator[RunningServer]:
     """Serve an engine of this process."""
-    from .hub import Hub
+    from .engine_side.hub import Hub
 
     hub = Hub(engine, name, config)
     try:
@@ -173,7 +173,7 @@ def _check(config: ServerConfig) -> None:
         if importlib.util.find_spec(name) is None:
             how = how_to_install("minillm[serve]")
             raise MissingPackage(f"the server needs {name}, which is not installed: {how}")
-    from .gate import digest, hosts, origins
+    from .worker.gate import digest, hosts, origins
 
     digest(config.api_key)
     origins(config.cors_origins)

@@ -163,8 +163,8 @@ def test_kernels_import_nothing_from_minillm():
         "minillm",
         "minillm.cli",
         "minillm.scheduler",
-        "minillm.server.worker",
-        "minillm.server.app",
+        "minillm.server.worker.worker",
+        "minillm.server.worker.app",
         "minillm.advice.sizing",
     ],
 )

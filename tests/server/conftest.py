@@ -76,10 +76,10 @@ def served_here(engine: AsyncLLM, **options) -> Iterator[Here]:
     pytest.importorskip("fastapi", reason="the server needs fastapi, which is not installed here")
     from starlette.testclient import TestClient
 
-    from minillm.server.app import create_app
     from minillm.server.config import ServerConfig
     from minillm.server.local import LocalServedEngine
-    from minillm.server.scrape import Counted
+    from minillm.server.worker.app import create_app
+    from minillm.server.worker.scrape import Counted
 
     served = LocalServedEngine(engine, config=ServerConfig(log_level="warning", **options))
     app = Counted(create_app(served, "127.0.0.1", served.metrics_text), served.ledger.answered)

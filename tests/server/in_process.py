@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 from minillm.server.config import ServerConfig
 from minillm.server.control import Control
-from minillm.server.hub import Hub
+from minillm.server.engine_side.hub import Hub
 from minillm.server.ledger import Ledger
-from minillm.server.worker import work
+from minillm.server.worker.worker import work
 
 JSON = {"content-type": "application/json"}
 

@@ -10,11 +10,12 @@ import weakref
 import httpx
 import pytest
 
-from minillm.server import api_error, bounded_json, limits
-from minillm.server.api_error import MAX_MESSAGE, APIError
-from minillm.server.body import BodyReader
-from minillm.server.bounded_json import BoundedDecoder
-from minillm.server.protocol import ChatRequest, CompletionRequest
+from minillm.server import limits
+from minillm.server.worker import api_error, bounded_json
+from minillm.server.worker.api_error import MAX_MESSAGE, APIError
+from minillm.server.worker.body import BodyReader
+from minillm.server.worker.bounded_json import BoundedDecoder
+from minillm.server.worker.protocol import ChatRequest, CompletionRequest
 from minillm.values import QUOTED
 from tests.server.in_process import JSON, worker_here
 from tests.waiting import async_wait_until
@@ -74,7 +75,9 @@ def test_an_expensive_body_is_rejected_by_field_name_at_bounded_cost(monkeypatch
 
     monkeypatch.setattr(BoundedDecoder, "_value", lambda *place: looked.append(1) or look(*place))
     monkeypatch.setattr(bounded_json.json, "loads", numbers)
-    monkeypatch.setattr("minillm.server.body.malformed", lambda errors: wrong.extend(errors) or malformed(errors))
+    monkeypatch.setattr(
+        "minillm.server.worker.body.malformed", lambda errors: wrong.extend(errors) or malformed(errors)
+    )
     body = json.dumps(content, separators=(",", ":")).encode()
     with pytest.raises(APIError) as refused:
         asyncio.run(parsed(form, body))

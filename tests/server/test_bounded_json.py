@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.server import bounded_json
-from minillm.server.bounded_json import BoundedDecoder, TooDeep, TooManyValues, UnknownMember
+from minillm.server.worker import bounded_json
+from minillm.server.worker.bounded_json import BoundedDecoder, TooDeep, TooManyValues, UnknownMember
 
 
 class Everything:

@@ -8,7 +8,7 @@ import pytest
 from minillm.errors import ConfigError
 from minillm.server import running
 from minillm.server.access import CURRENT
-from minillm.server.gate import HEALTH, Gate, hosts
+from minillm.server.worker.gate import HEALTH, Gate, hosts
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minillm.server import limits
 from minillm.server.config import ServerConfig
-from minillm.server.connections import Connection
+from minillm.server.worker.connections import Connection
 from tests.server.in_process import worker_here
 from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import minillm
-from minillm.server.scrape import REFUSED, Counted, Scrape, text_of
+from minillm.server.worker.scrape import REFUSED, Counted, Scrape, text_of
 from tests.server.in_process import JSON, worker_here
 from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
@@ -181,7 +181,7 @@ def test_neither_an_engine_nor_an_owner_that_is_stuck_keeps_a_scrape_waiting(mon
     """The counts of an engine that does not answer are those that its owner has heard of."""
 
     def wait(seconds) -> None:
-        monkeypatch.setattr("minillm.server.scrape.HEALTH", seconds)
+        monkeypatch.setattr("minillm.server.worker.scrape.HEALTH", seconds)
 
     class Stuck:
         async def ask(self, what):

@@ -13,9 +13,9 @@ import pytest
 from minillm.request import SamplingParams
 from minillm.server import running
 from minillm.server.config import ServerConfig
-from minillm.server.connections import Connection
-from minillm.server.hub import Hub
-from minillm.server.link import EngineClient, PastDeadline, Prompt, RemoteEngine
+from minillm.server.engine_side.hub import Hub
+from minillm.server.worker.connections import Connection
+from minillm.server.worker.link import EngineClient, PastDeadline, Prompt, RemoteEngine
 from tests.server.in_process import worker_here
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps
 

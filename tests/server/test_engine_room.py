@@ -23,7 +23,7 @@ from minillm.server import running
 from minillm.server.engine_room import state as room
 from minillm.server.engine_room.page import FILES, HERE
 from minillm.server.engine_room.state import EngineRoom
-from minillm.server.metrics import Metrics
+from minillm.server.engine_side.metrics import Metrics
 from tests.waiting import TIMEOUT, wait_until
 
 PROMPT = "The harbor of the island has a lighthouse, and the keeper of the lighthouse has a boat."

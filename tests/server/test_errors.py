@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from minillm import SamplingParams
-from minillm.server.protocol import ChatRequest, CompletionRequest
+from minillm.server.worker.protocol import ChatRequest, CompletionRequest
 
 pytestmark = pytest.mark.key
 

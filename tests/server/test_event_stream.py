@@ -11,8 +11,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minillm.request import Completion, Delta
-from minillm.server.connections import Connection, DirectBody
-from minillm.server.responses import Answer, ChatForm, CompletionForm, TokenTexts, dumps
+from minillm.server.worker.connections import Connection, DirectBody
+from minillm.server.worker.responses import Answer, ChatForm, CompletionForm, TokenTexts, dumps
 from tests.server.in_process import worker_here
 
 TEXTS = ["a", ' "quoted" \\ ', "line\nend\r\t", "\x00\x1f\x7f", "é中🙂\u2028\ufeff", "<0x41>"]

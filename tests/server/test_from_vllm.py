@@ -5,7 +5,7 @@ import json
 import pytest
 
 from minillm.from_vllm.http import PATHS, TURN
-from minillm.server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHATS, CompletionRequest
+from minillm.server.worker.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHATS, CompletionRequest
 from minillm.version import __version__
 
 BODIES = {

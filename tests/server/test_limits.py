@@ -16,7 +16,7 @@ import minillm
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
 from minillm.server.limits import max_body
-from minillm.server.link import Choice
+from minillm.server.worker.link import Choice
 from minillm.tokenizer import Tokenizer
 from tests.chance import SEED
 from tests.server.conftest import MAX_MODEL_LEN

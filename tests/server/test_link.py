@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from minillm.errors import InvalidRequest
 from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
-from minillm.server.hub import Hub
+from minillm.server.engine_side.hub import Hub
+from minillm.server.engine_side.line import SocketLine
 from minillm.server.lengths import TooLong, room
-from minillm.server.line import SocketLine
-from minillm.server.link import ERRORS, EngineGone, Prompt, RemoteEngine, _changed
 from minillm.server.wire import (
     HEADER,
     MAGIC,
@@ -48,6 +47,7 @@ from minillm.server.wire import (
     encode,
     numbers_of,
 )
+from minillm.server.worker.link import ERRORS, EngineGone, Prompt, RemoteEngine, _changed
 from tests.waiting import TIMEOUT, async_wait_until, wait_until
 
 TEXT, IDS, INT = st.text(), st.lists(st.integers(0, 1 << 17)), st.integers(0, 1 << 40)
@@ -336,7 +336,16 @@ def test_messages_keep_their_order_when_a_socket_takes_a_part_of_one():
 
 @pytest.mark.parametrize(
     "module",
-    ["tokenizer", "request", "config", "server", "server.worker", "server.app", "server.connections", "server.link"],
+    [
+        "tokenizer",
+        "request",
+        "config",
+        "server",
+        "server.worker.worker",
+        "server.worker.app",
+        "server.worker.connections",
+        "server.worker.link",
+    ],
 )
 def test_a_worker_does_not_import_torch(module):
     code = f"import sys, minillm.{module}; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"

@@ -6,10 +6,10 @@ import json
 import httpx
 import pytest
 
-from minillm.server.app import create_app
 from minillm.server.config import ServerConfig
 from minillm.server.local import LocalServedEngine
-from minillm.server.scrape import Counted
+from minillm.server.worker.app import create_app
+from minillm.server.worker.scrape import Counted
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps
 
 GREEDY = {"prompt": "The river", "max_tokens": 8, "temperature": 0}

@@ -12,9 +12,9 @@ pytest.importorskip("prometheus_client", reason="the server needs prometheus-cli
 from prometheus_client.parser import text_string_to_metric_families
 
 from minillm.request import Completion
+from minillm.server.engine_side.metrics import EVENTS, Metrics, Tally
 from minillm.server.ledger import Ledger
-from minillm.server.metrics import EVENTS, Metrics, Tally
-from minillm.server.scrape import text_of
+from minillm.server.worker.scrape import text_of
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 

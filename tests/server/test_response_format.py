@@ -12,7 +12,7 @@ import pytest
 
 from minillm.grammar import Matcher
 from minillm.server.config import ServerConfig
-from minillm.server.hub import Hub
+from minillm.server.engine_side.hub import Hub
 from minillm.server.wire import PromptForm, Submit, encode, numbers_of
 from tests.waiting import TIMEOUT, async_wait_until, wait_until
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from minillm.server import limits, running
-from minillm.server.connections import Acceptor
 from minillm.server.shares import Shares
+from minillm.server.worker.connections import Acceptor
 from tests.waiting import async_wait_until
 
 

@@ -14,9 +14,9 @@ import pytest
 
 import minillm
 from minillm.server import running
-from minillm.server.body import BodyReader
-from minillm.server.connections import Connection
-from minillm.server.fleet import Workers
+from minillm.server.supervisor.fleet import Workers
+from minillm.server.worker.body import BodyReader
+from minillm.server.worker.connections import Connection
 from minillm.tokenizer import Tokenizer
 from tests.server.in_process import worker_here
 from tests.server.processes import serving
@@ -145,7 +145,7 @@ def test_a_client_that_does_not_read_does_not_delay_shutdown(engine, monkeypatch
 
     async def everything():
         monkeypatch.setattr(Connection, "connection_made", connected)
-        monkeypatch.setattr("minillm.server.worker.FLUSH", SOON)
+        monkeypatch.setattr("minillm.server.worker.worker.FLUSH", SOON)
         async with worker_here(engine, shutdown_grace=SOON) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             content = json.dumps(LONG | {"stream": True}).encode()

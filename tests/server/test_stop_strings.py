@@ -17,7 +17,6 @@ from minillm import AsyncLLM, SamplingParams
 from minillm.engine.inputs import chat_prompt
 from minillm.server import running
 from minillm.server.config import ServerConfig
-from minillm.server.link import EngineError, Prompt, RemoteEngine, _Link
 from minillm.server.wire import (
     Abort,
     Deltas,
@@ -31,6 +30,7 @@ from minillm.server.wire import (
     encode,
     numbers_of,
 )
+from minillm.server.worker.link import EngineError, Prompt, RemoteEngine, _Link
 from tests.chance import SEED
 from tests.waiting import TIMEOUT, wait_until
 

@@ -16,13 +16,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minillm.engine.async_llm import AsyncLLM
-from minillm.server import engine_process, supervisor
 from minillm.server.config import ServerConfig
 from minillm.server.control import Control
-from minillm.server.engine_process import run
-from minillm.server.fleet import ServerFailed
+from minillm.server.engine_side import engine_process
+from minillm.server.engine_side.engine_process import run
 from minillm.server.ledger import Ledger
-from minillm.server.supervisor import Supervisor
+from minillm.server.supervisor import supervisor
+from minillm.server.supervisor.fleet import ServerFailed
+from minillm.server.supervisor.supervisor import Supervisor
 from tests.server.processes import serving
 from tests.waiting import TIMEOUT, paused_steps, wait_until
 
@@ -42,7 +43,7 @@ def engine_of(process) -> int | None:
 
 
 def workers_of(process) -> set[int]:
-    return {pid for pid, command in children(process).items() if command.endswith("server.worker")}
+    return {pid for pid, command in children(process).items() if command.endswith("server.worker.worker")}
 
 
 def status(url: str, path: str = "/v1/health/ready") -> int:
@@ -322,7 +323,7 @@ class Failing:
 def test_a_failed_engine_ends_its_process(monkeypatch, engine, why, caplog):
     hub = SimpleNamespace(connect=None, close=lambda: None, alive=True, counted=list)
     monkeypatch.setattr("minillm.engine.async_llm.AsyncLLM", lambda model, **options: engine)
-    monkeypatch.setattr("minillm.server.hub.Hub", lambda engine, name, config: hub)
+    monkeypatch.setattr("minillm.server.engine_side.hub.Hub", lambda engine, name, config: hub)
     monkeypatch.setattr(engine_process, "BEAT", 0.001)
     exited = threading.Event()
     monkeypatch.setattr("os._exit", lambda code: exited.set())

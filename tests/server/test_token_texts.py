@@ -8,8 +8,8 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
-from minillm.server.responses import _by_string, completion_logprobs
 from minillm.server.token_texts import TokenTexts
+from minillm.server.worker.responses import _by_string, completion_logprobs
 from minillm.tokenizer import Tokenizer
 from tests.tokenizer.layouts import CORPUS, LAYOUTS
 from tests.tokenizer.reference import Reference

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from minillm.server import running
-from minillm.server.admission import Capacity
-from minillm.server.waiting import FEWEST, LONGEST, RECENT, REFRESH, Pace, Seen, retry_after
+from minillm.server.engine_side.admission import Capacity
+from minillm.server.engine_side.waiting import FEWEST, LONGEST, RECENT, REFRESH, Pace, Seen, retry_after
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

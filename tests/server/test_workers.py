@@ -14,7 +14,7 @@ import pytest
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import MissingPackage
 from minillm.server import running
-from minillm.server.fleet import Workers
+from minillm.server.supervisor.fleet import Workers
 from tests.server.processes import serving, started
 from tests.waiting import TIMEOUT, idle, paused_steps, wait_until
 
@@ -150,7 +150,7 @@ def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkey
             raise error
         return launch(failures)
 
-    monkeypatch.setattr("minillm.server.fleet.RETRY", 0.05)
+    monkeypatch.setattr("minillm.server.supervisor.fleet.RETRY", 0.05)
     monkeypatch.setattr(pair.workers, "_launch", fail)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: tried)
@@ -165,7 +165,7 @@ def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkey
 
 def dying(monkeypatch):
     """From now on, every new worker process exits at once."""
-    monkeypatch.setattr("minillm.server.fleet.RETRY", 0.05)
+    monkeypatch.setattr("minillm.server.supervisor.fleet.RETRY", 0.05)
     monkeypatch.setattr("sys.executable", shutil.which("false"))
 
 
@@ -216,13 +216,13 @@ def test_a_server_starts_although_its_first_worker_is_killed_on_startup(engine, 
 
 def test_a_server_reports_when_all_workers_die_on_startup(engine, monkeypatch):
     dying(monkeypatch)
-    monkeypatch.setattr("minillm.server.fleet.RETRIES", 2)
+    monkeypatch.setattr("minillm.server.supervisor.fleet.RETRIES", 2)
     with pytest.raises(RuntimeError, match="died while starting: exit status 1"), running(engine, workers=2):
         pass
 
 
 def test_serving_ends_when_the_last_worker_and_all_its_replacements_die(engine, monkeypatch):
-    monkeypatch.setattr("minillm.server.fleet.RETRIES", 2)
+    monkeypatch.setattr("minillm.server.supervisor.fleet.RETRIES", 2)
     with running(engine) as server:
         dying(monkeypatch)
         os.kill(pids(server)[0], signal.SIGKILL)
@@ -231,8 +231,8 @@ def test_serving_ends_when_the_last_worker_and_all_its_replacements_die(engine, 
 
 
 def test_serving_ends_when_no_worker_can_be_started(engine, monkeypatch):
-    monkeypatch.setattr("minillm.server.fleet.RETRY", 0.05)
-    monkeypatch.setattr("minillm.server.fleet.RETRIES", 2)
+    monkeypatch.setattr("minillm.server.supervisor.fleet.RETRY", 0.05)
+    monkeypatch.setattr("minillm.server.supervisor.fleet.RETRIES", 2)
     with running(engine) as server:
 
         def none(*arguments, **options):
@@ -291,7 +291,7 @@ def test_a_missing_package_is_named_before_the_model_loads(monkeypatch):
 SCRIPT = """\
 import sys
 from minillm.server import running
-from minillm.server.fleet import Workers
+from minillm.server.supervisor.fleet import Workers
 manager = running(sys.argv[1], load_format="dummy", device="cpu", max_num_seqs=4, workers=2)
 print(manager.__enter__().url, flush=True)
 sys.stdin.read()

@@ -44,10 +44,10 @@ class Server:
         self.port = int(found[1])
 
     def workers(self) -> list[int]:
-        return self._children("minillm.server.worker")
+        return self._children("minillm.server.worker.worker")
 
     def engine(self) -> int | None:
-        return next(iter(self._children("minillm.server.engine_process")), None)
+        return next(iter(self._children("minillm.server.engine_side.engine_process")), None)
 
     def _children(self, module: str) -> list[int]:
         """The process ids of the server's processes that run this module."""

@@ -33,7 +33,7 @@ FAULTS = (
     ),
     Fault(
         "a seed of -1 over HTTP is a seed",
-        "minillm/server/protocol.py",
+        "minillm/server/worker/protocol.py",
         "SamplingParams(**sampling_options(given))",
         "SamplingParams(**given)",
         "tests/server/test_from_vllm.py -k minus_one",

@@ -2,48 +2,48 @@
 
 from . import Fault
 
-LINK, RESPONSES = "minillm/server/link.py", "minillm/server/responses.py"
-LINE = "minillm/server/line.py"
+LINK, RESPONSES = "minillm/server/worker/link.py", "minillm/server/worker/responses.py"
+LINE = "minillm/server/engine_side/line.py"
 
 FAULTS = (
     Fault(
         "the description leaves out what a busy server answers",
-        "minillm/server/description.py",
+        "minillm/server/worker/description.py",
         '    429: "the server is busy: Retry-After says when to try again",\n',
         "",
         "tests/server/test_description.py -k any_server",
     ),
     Fault(
         "schemas refer to places that many tools do not resolve",
-        "minillm/server/description.py",
+        "minillm/server/worker/description.py",
         'ref_template=PLACE + "{model}"',
         'ref_template="#/$defs/{model}"',
         "tests/server/test_description.py -k reference",
     ),
     Fault(
         "a request with two lengths ends at one of them",
-        "minillm/server/http1.py",
+        "minillm/server/worker/http1.py",
         'if b"content-length" in names:',
         "if False:",
         "tests/server/test_http1.py -k two_ways",
     ),
     Fault(
         "the Host header counts, whatever host the target names",
-        "minillm/server/http1.py",
+        "minillm/server/worker/http1.py",
         'headers=[(b"Host", host), *others]',
         "headers=request.headers.raw_items()",
         "tests/server/test_http1.py -k target_counts",
     ),
     Fault(
         "any web page may start work",
-        "minillm/server/gate.py",
+        "minillm/server/worker/gate.py",
         "return None if method in SAFE else self._refuse_page(headers)",
         "return None",
         "tests/server/test_web_pages.py -k cannot_start_work",
     ),
     Fault(
         "a path says which methods its first route has",
-        "minillm/server/methods.py",
+        "minillm/server/worker/methods.py",
         "first is not None and route.path == first.path",
         "route is first",
         "tests/server/test_http1.py -k which_methods",
@@ -64,14 +64,14 @@ FAULTS = (
     ),
     Fault(
         "a field of vLLM's that asks for something is dropped",
-        "minillm/server/protocol.py",
+        "minillm/server/worker/protocol.py",
         "                cls.check_supported(name)\n",
         "                pass\n",
         "tests/server/test_from_vllm.py -k other_values",
     ),
     Fault(
         "no stream says which token stopped it",
-        "minillm/server/responses.py",
+        "minillm/server/worker/responses.py",
         """        if gained.finish_reason:
             choice["stop_reason"] = gained.stop_reason
 """,
@@ -80,7 +80,7 @@ FAULTS = (
     ),
     Fault(
         "the ids of a conversation have a second beginning-of-text token",
-        "minillm/server/app.py",
+        "minillm/server/worker/app.py",
         'special = name == "prompt" if',
         "special = True if",
         "tests/server/test_tokenize.py -k conversation",
@@ -101,14 +101,14 @@ FAULTS = (
     ),
     Fault(
         "a stream's text is put into JSON as it is",
-        "minillm/server/responses.py",
+        "minillm/server/worker/responses.py",
         """f'{{"index":{index},"text":{quoted(gained.text)},""",
         """f'{{"index":{index},"text":"{gained.text}",""",
         "tests/server/test_event_stream.py -k written_as_text",
     ),
     Fault(
         "a stream is written to a client however slowly it reads",
-        "minillm/server/connections.py",
+        "minillm/server/worker/connections.py",
         "            await cycle.flow.drain()",
         "            pass",
         "tests/server/test_event_stream.py -k too_slowly",
@@ -122,7 +122,7 @@ FAULTS = (
     ),
     Fault(
         "the engine room's numbers need no key",
-        "minillm/server/gate.py",
+        "minillm/server/worker/gate.py",
         "*FILES)\n",
         '*FILES, "/engine/state")\n',
         "tests/server/test_engine_room.py -k needs_the_key",
@@ -136,42 +136,42 @@ FAULTS = (
     ),
     Fault(
         "an error under /v2 has OpenAI's form",
-        "minillm/server/gate.py",
+        "minillm/server/worker/gate.py",
         "form = error.bare if",
         "form = error.body if",
         "tests/server/test_kserve.py -k refused",
     ),
     Fault(
         "every binary tensor starts with the first byte",
-        "minillm/server/tensors.py",
+        "minillm/server/worker/tensors.py",
         "            at += size\n",
         "            at = size\n",
         "tests/server/test_kserve.py -k binary",
     ),
     Fault(
         "an output's own choice of the binary form is ignored",
-        "minillm/server/kserve.py",
+        "minillm/server/worker/kserve.py",
         "return bool((each.parameters or {}).get(BINARY, every))",
         "return every",
         "tests/server/test_kserve.py -k binary",
     ),
     Fault(
         "every text is tokenized with special tokens",
-        "minillm/server/app.py",
+        "minillm/server/worker/app.py",
         "engine.tokenizer.encode, text, special)\n        except (InvalidRequest",
         "engine.tokenizer.encode, text, True)\n        except (InvalidRequest",
         "tests/server/test_tokenize.py -k text_of_ids",
     ),
     Fault(
         "any key opens a server that has one",
-        "minillm/server/gate.py",
+        "minillm/server/worker/gate.py",
         "hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in given",
         "True for each in given",
         "tests/server/test_gate.py -k key",
     ),
     Fault(
         "a client's request id may hold a line break",
-        "minillm/server/gate.py",
+        "minillm/server/worker/gate.py",
         "REQUEST_ID.fullmatch(given)",
         "given",
         "tests/server/test_gate.py -k request_id",
@@ -185,7 +185,7 @@ FAULTS = (
     ),
     Fault(
         "the time in the queue begins when a request starts",
-        "minillm/server/metrics.py",
+        "minillm/server/engine_side/metrics.py",
         "self.queued.observe(done.scheduled_time - done.arrival_time)",
         "self.queued.observe(0.0)",
         "tests/server/test_serving.py -k vllms_names",
@@ -199,7 +199,7 @@ FAULTS = (
     ),
     Fault(
         "a worker counts the tokens after a stop string",
-        "minillm/server/choice.py",
+        "minillm/server/worker/choice.py",
         "ids = ids[: self.output.add(ids, reason)]",
         "self.output.add(ids, reason)",
         "tests/server/test_stop_strings.py -k tokens_in_one_delta",
@@ -227,14 +227,14 @@ FAULTS = (
     ),
     Fault(
         "a prompt counts once for each of its choices",
-        "minillm/server/app.py",
+        "minillm/server/worker/app.py",
         "done[:: form.n]",
         "done",
         "tests/server/test_completions.py -k 'n_choices'",
     ),
     Fault(
         "a stream's usage counts one prompt of several",
-        "minillm/server/app.py",
+        "minillm/server/worker/app.py",
         "prompts[choice.index // form.n] =",
         "prompts[0] =",
         "tests/server/test_completions.py -k usage",
@@ -269,7 +269,7 @@ FAULTS = (
     ),
     Fault(
         "a body may nest one level deeper",
-        "minillm/server/bounded_json.py",
+        "minillm/server/worker/bounded_json.py",
         "if depth == self._depth:",
         "if depth == self._depth + 1:",
         "tests/server/test_bounded_json.py",
@@ -283,7 +283,7 @@ FAULTS = (
     ),
     Fault(
         "a half-closed client loses its answer",
-        "minillm/server/connections.py",
+        "minillm/server/worker/connections.py",
         "        self._probe(limits.FIRST_PROBE)\n        return True\n",
         "        return False\n",
         "tests/server/test_connections.py -k half_closed",
@@ -304,14 +304,14 @@ FAULTS = (
     ),
     Fault(
         "a chunk written as text lacks the token ids",
-        "minillm/server/responses.py",
+        "minillm/server/worker/responses.py",
         '"logprobs":null,"finish_reason":null{ids}}}\'\n\n    def generated(self, tokens: int) -> int:\n        """',
         '"logprobs":null,"finish_reason":null}}\'\n\n    def generated(self, tokens: int) -> int:\n        """',
         "tests/server/test_event_stream.py -k written_as_text",
     ),
     Fault(
         "cached tokens are not in a request's usage",
-        "minillm/server/choice.py",
+        "minillm/server/worker/choice.py",
         "done.num_cached_tokens += event.cached",
         "pass",
         "tests/server/test_completions.py -k cached",
@@ -332,7 +332,7 @@ FAULTS = (
     ),
     Fault(
         "a prompt without numbers fails the other prompts of its request",
-        "minillm/server/link.py",
+        "minillm/server/worker/link.py",
         "if failed == len(mine) or not partly:",
         "if failed:",
         "tests/server/test_not_numbers.py -k other_prompts",

@@ -2,41 +2,41 @@
 
 from . import Fault
 
-LINK, ADMISSION = "minillm/server/link.py", "minillm/server/admission.py"
-LINE, WAITING = "minillm/server/line.py", "minillm/server/waiting.py"
+LINK, ADMISSION = "minillm/server/worker/link.py", "minillm/server/engine_side/admission.py"
+LINE, WAITING = "minillm/server/engine_side/line.py", "minillm/server/engine_side/waiting.py"
 
 FAULTS = (
     Fault(
         "a client names itself in front of what the proxy says",
-        "minillm/server/gate.py",
+        "minillm/server/worker/gate.py",
         'b",".join(values).rpartition(b",")[2]',
         'b",".join(values).partition(b",")[0]',
         "tests/server/test_clients.py -k last_one",
     ),
     Fault(
         "workers are not connected to the new engine",
-        "minillm/server/supervisor.py",
+        "minillm/server/supervisor/supervisor.py",
         "                        self.workers.engine_back(self._connect, self._loading)",
         "                        pass",
         "tests/server/test_supervisor.py -k long_in_one_step",
     ),
     Fault(
         "an engine that stays in one step is left alone",
-        "minillm/server/supervisor.py",
+        "minillm/server/supervisor/supervisor.py",
         'case "beat" if message["working"] > self.hang_timeout:',
         'case "never":',
         "tests/server/test_supervisor.py -k long_in_one_step",
     ),
     Fault(
         "an engine that fails to start is started again at once",
-        "minillm/server/supervisor.py",
+        "minillm/server/supervisor/supervisor.py",
         "RETRY * 2 ** (self._failures - 1)",
         "RETRY",
         "tests/server/test_supervisor.py -k growing_delays",
     ),
     Fault(
         "an engine whose steps all fail is kept",
-        "minillm/server/engine_process.py",
+        "minillm/server/engine_side/engine_process.py",
         "llm.failed_steps >= FAILED_STEPS",
         "False",
         "tests/server/test_supervisor.py -k ends_its_process",
@@ -85,28 +85,28 @@ FAULTS = (
     ),
     Fault(
         "a stream that breaks counts as answered",
-        "minillm/server/scrape.py",
+        "minillm/server/worker/scrape.py",
         "return status if access is None or access.failed is None else access.failed",
         "return status",
         "tests/server/test_counted.py -k breaks",
     ),
     Fault(
         "malformed HTTP is not counted",
-        "minillm/server/connections.py",
+        "minillm/server/worker/connections.py",
         "        self._count(error.status)\n",
         "",
         "tests/server/test_counted.py -k every_status",
     ),
     Fault(
         "a request that its connection refuses is counted twice",
-        "minillm/server/scrape.py",
+        "minillm/server/worker/scrape.py",
         "if not counted and REFUSED not in scope:",
         "if not counted:",
         "tests/server/test_counted.py -k 'broken_off or last_byte'",
     ),
     Fault(
         "the steps of the engine are a gauge",
-        "minillm/server/metrics.py",
+        "minillm/server/engine_side/metrics.py",
         'EVENTS = ("steps", ',
         "EVENTS = (",
         "tests/server/test_metrics.py -k only_rises",
@@ -127,21 +127,21 @@ FAULTS = (
     ),
     Fault(
         "a busy server answers 503",
-        "minillm/server/protocol.py",
+        "minillm/server/worker/protocol.py",
         'status=429, kind="rate_limit_error"',
         'status=503, kind="rate_limit_error"',
         "tests/server/test_limits.py -k full_queue",
     ),
     Fault(
         "the time to the first token is that to the last",
-        "minillm/server/metrics.py",
+        "minillm/server/engine_side/metrics.py",
         "histogram.observe(done.first_token_time - done.arrival_time)",
         "histogram.observe(done.finish_time - done.arrival_time)",
         "tests/server/test_metrics.py",
     ),
     Fault(
         "a stream that fails says nothing of it",
-        "minillm/server/event_stream.py",
+        "minillm/server/worker/event_stream.py",
         'await emit(f"data: {json.dumps(self.error_form(found))}\\n\\n".encode())',
         "pass",
         "tests/server/test_limits.py -k failing_operation",
@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "a client that reads again is disconnected all the same",
-        "minillm/server/connections.py",
+        "minillm/server/worker/connections.py",
         "        super().resume_writing()\n        self._stop_waiting()\n",
         "        super().resume_writing()\n",
         "tests/server/test_deadlines.py -k does_not_read",
@@ -190,7 +190,7 @@ FAULTS = (
     ),
     Fault(
         "a server on this machine takes requests for any host",
-        "minillm/server/gate.py",
+        "minillm/server/worker/gate.py",
         "if not ipaddress.ip_address(address).is_loopback:",
         "if True:",
         "tests/server/test_clients.py -k host",

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from minillm.engine.async_llm import AsyncLLM
 from minillm.engine.snapshot import Snapshot
 
-from ..metrics import Metrics
+from ..engine_side.metrics import Metrics
 
 PERIOD = 0.2  # seconds
 PATIENCE = 100

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from minillm.values import shown
 
-from . import limits
+from .. import limits
 from .api_error import APIError, malformed, unknown_field
 from .bounded_json import BoundedDecoder, TooDeep, TooManyValues, UnknownMember
 from .event_stream import ClientGone

@@ -22,15 +22,17 @@ from minillm.tokenizer import Tokenizer, TokenizerError
 from minillm.values import QUOTED, shown
 from minillm.version import __version__
 
+from ..engine_room.page import add_page
+from ..lengths import one_of, readable, room
+from ..limits import HEALTH
+from ..token_texts import TokenText, TokenTexts, complete_text
+from ..wire import Alive, Decode, Encode, Offsets, RenderChat, ShowTokens, State
 from . import kserve
 from .api_error import APIError
 from .body import BodyReader, Form, takes
 from .description import describe
-from .engine_room.page import add_page
 from .event_stream import ClientGone, EventStream, unless_disconnected
 from .gate import Gate, hosts, origins, refusal
-from .lengths import one_of, readable, room
-from .limits import HEALTH
 from .link import Choice, EngineError, Prompt
 from .messages import Message, turns
 from .methods import Methods, allowed
@@ -45,8 +47,6 @@ from .protocol import (
 )
 from .responses import Answer, ChatForm, CompletionForm, Echo, dumps, usage
 from .served_engine import ServedEngine
-from .token_texts import TokenText, TokenTexts, complete_text
-from .wire import Alive, Decode, Encode, Offsets, RenderChat, ShowTokens, State
 
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 

@@ -8,7 +8,7 @@ from minillm.engine.output_text import OutputText
 from minillm.request import Completion, Delta, SamplingParams, TokenLogprobs
 from minillm.tokenizer import Tokenizer
 
-from .wire import Event, PromptForm
+from ..wire import Event, PromptForm
 
 ONLY_TOKENS = Event(0, [])  # the other fields of an event that has nothing but tokens
 

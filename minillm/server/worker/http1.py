@@ -9,8 +9,8 @@ from typing import Any
 
 import h11
 
+from ..limits import MAX_HEAD
 from .api_error import APIError
-from .limits import MAX_HEAD
 
 _ABSOLUTE = re.compile(rb"https?://([^/?#@\s]+)(/[^#]*|\?[^#]*|)", re.IGNORECASE)
 _INVALID = "what the client sent is not valid HTTP"

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from minillm.values import QUOTED, shown
 
+from ..limits import MAX_PROMPTS
 from .api_error import APIError
-from .limits import MAX_PROMPTS
 
 MAX_DIMENSIONS = 8
 SIZE = "binary_data_size"  # a tensor's parameter: how many of the bytes after the JSON are its own

@@ -15,15 +15,15 @@ from dataclasses import replace
 
 from minillm.engine.async_llm import AsyncLLM
 
+from ..config import ServerConfig
+from ..engine_room.state import EngineRoom
+from ..ledger import Families
+from ..token_texts import TokenTexts
+from ..wire import EngineFacts, Hello
+from ..worker.gate import digest
 from .admission import Admission
-from .config import ServerConfig
-from .engine_room.state import EngineRoom
-from .gate import digest
-from .ledger import Families
 from .line import Line, Shared, SocketLine
 from .metrics import Metrics, cache_facts
-from .token_texts import TokenTexts
-from .wire import EngineFacts, Hello
 
 log = logging.getLogger(__name__)
 

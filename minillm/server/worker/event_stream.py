@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from minillm.errors import MinillmError
 
-from .access import CURRENT
+from ..access import CURRENT
 from .api_error import APIError
 from .protocol import as_api_error
 

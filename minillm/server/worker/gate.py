@@ -24,9 +24,9 @@ from starlette.responses import Response
 from minillm.errors import ConfigError
 from minillm.values import QUOTED, shown
 
-from .access import CURRENT, Access
+from ..access import CURRENT, Access
+from ..engine_room.page import FILES
 from .api_error import APIError
-from .engine_room.page import FILES
 
 HEALTH = ("/health", "/ping", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready")
 OPEN = (*HEALTH, "/metrics", "/v1/metrics", *FILES)

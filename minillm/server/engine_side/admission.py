@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from .config import ServerConfig
+from ..config import ServerConfig
+from ..wire import Failure
 from .waiting import Pace, Seen, retry_after
-from .wire import Failure
 
 
 @dataclass(frozen=True)

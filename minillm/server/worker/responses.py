@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from minillm.request import Completion, Delta, TokenLogprobs
 
-from .token_texts import LOWEST, TokenTexts
+from ..token_texts import LOWEST, TokenTexts
 
 
 def dumps(content: dict) -> str:

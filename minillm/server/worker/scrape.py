@@ -11,14 +11,14 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 
-from .access import CURRENT
-from .control import Control
+from ..access import CURRENT
+from ..control import Control
+from ..ledger import Families
+from ..limits import HEALTH
+from ..wire import Gauges
 from .gate import App, Message, Receive, Scope, Send
-from .ledger import Families
-from .limits import HEALTH
 from .link import EngineError
 from .served_engine import ServedEngine
-from .wire import Gauges
 
 REFUSED = "minillm.refused"  # in the scope of a request that its connection has refused, and counted, meanwhile
 

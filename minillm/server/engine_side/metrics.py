@@ -17,7 +17,7 @@ from minillm.engine.async_llm import AsyncLLM
 from minillm.engine.recent import Recent
 from minillm.request import Completion
 
-from .ledger import Families
+from ..ledger import Families
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)  # seconds

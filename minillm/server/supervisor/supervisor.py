@@ -9,8 +9,8 @@ import socket
 import threading
 import time
 
+from ..control import Child
 from . import fleet
-from .control import Child
 from .fleet import AGAIN, NO_MORE, ServerFailed, Workers
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Supervisor:
     def _launch(self) -> None:
         """Start the engine's process, with the lock held. Raises OSError."""
         self._why, self._began = None, time.monotonic()
-        self.engine = child = Child("minillm.server.engine_process", {"options": self._options})
+        self.engine = child = Child("minillm.server.engine_side.engine_process", {"options": self._options})
         child.control.listen(lambda message: self._told(child, message), lambda: self._gone(child))
 
     # ---- on the thread that reads the engine's control socket

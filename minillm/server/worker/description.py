@@ -13,8 +13,8 @@ from pydantic.json_schema import models_json_schema
 
 from minillm.request import RANGES, WHOLE
 
+from ..limits import MAX_STOP_LENGTH
 from .gate import HEALTH, OPEN
-from .limits import MAX_STOP_LENGTH
 from .protocol import SIZES, Body
 
 PLACE = "#/components/schemas/"

@@ -15,13 +15,13 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
 
-from . import limits
+from .. import limits
+from ..config import ServerConfig
+from ..shares import Shares
 from .api_error import APIError
-from .config import ServerConfig
 from .event_stream import DIRECT
 from .http1 import Parser
 from .scrape import REFUSED
-from .shares import Shares
 
 log = logging.getLogger(__name__)
 _ENDED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # errors of accept() on a closed listener

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from minillm.from_vllm.http import refused_member
 from minillm.values import shown
 
+from ..limits import MAX_PARTS, MAX_ROLE
 from .api_error import APIError, check_members
-from .limits import MAX_PARTS, MAX_ROLE
 
 
 class ContentPart(BaseModel):

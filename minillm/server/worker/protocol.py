@@ -20,9 +20,8 @@ from minillm.request import MAX_N, RequestOptions, SamplingParams
 from minillm.tokenizer import TokenizerError
 from minillm.values import shown
 
-from .api_error import APIError, check_members, check_names
-from .lengths import TooLong, one_of
-from .limits import (
+from ..lengths import TooLong, one_of
+from ..limits import (
     MAX_BIASES,
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -33,6 +32,7 @@ from .limits import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
 )
+from .api_error import APIError, check_members, check_names
 from .link import Busy, EngineGone, NotNumbers, PastDeadline, ShuttingDown
 from .messages import Message, checked_messages
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.config import EngineOptions
 
-from . import control, garbage, logs
-from .config import ServerConfig
-from .control import Control
-from .limits import BEAT
+from .. import control, garbage, logs
+from ..config import ServerConfig
+from ..control import Control
+from ..limits import BEAT
 
 if TYPE_CHECKING:
     from minillm.engine.async_llm import AsyncLLM

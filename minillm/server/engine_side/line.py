@@ -19,14 +19,11 @@ from minillm.errors import InvalidRequest, MissingPackage, naming
 from minillm.request import NOT_NUMBERS, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 
-from .admission import Admission
-from .config import ServerConfig
-from .engine_room.state import EngineRoom
-from .lengths import TooLong, one_of, room
-from .metrics import Metrics
-from .token_texts import TokenTexts
-from .waiting import Seen, retry_after
-from .wire import (
+from ..config import ServerConfig
+from ..engine_room.state import EngineRoom
+from ..lengths import TooLong, one_of, room
+from ..token_texts import TokenTexts
+from ..wire import (
     NUMBER,
     Abort,
     Alive,
@@ -55,6 +52,9 @@ from .wire import (
     encode,
     numbers_of,
 )
+from .admission import Admission
+from .metrics import Metrics
+from .waiting import Seen, retry_after
 
 CHUNK = 1 << 18  # bytes per read
 

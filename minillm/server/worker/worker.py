@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from . import control, garbage, logs
-from .control import Control
-from .limits import BEAT, FLUSH, RELINK, SWITCH_INTERVAL
+from .. import control, garbage, logs
+from ..control import Control
+from ..limits import BEAT, FLUSH, RELINK, SWITCH_INTERVAL
+from ..shares import Shares
 from .link import RemoteEngine
-from .shares import Shares
 
 
 async def work(

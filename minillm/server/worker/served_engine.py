@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
+from ..wire import EngineFacts, Question
 from .choice import Choice, Prompt
-from .wire import EngineFacts, Question
 
 Answer = TypeVar("Answer")
 

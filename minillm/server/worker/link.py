@@ -20,11 +20,10 @@ from minillm.errors import InvalidRequest, MinillmError, MissingPackage
 from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
-from .access import CURRENT, Access
-from .choice import ONLY_TOKENS, Choice, Prompt
-from .lengths import TooLong
-from .waiting import retry_after
-from .wire import (
+from ..access import CURRENT, Access
+from ..engine_side.waiting import retry_after
+from ..lengths import TooLong
+from ..wire import (
     NUMBER,
     Abort,
     Ask,
@@ -45,6 +44,7 @@ from .wire import (
     Submit,
     encode,
 )
+from .choice import ONLY_TOKENS, Choice, Prompt
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from minillm.errors import MinillmError
 
-from .control import Child
-from .ledger import Ledger
-from .limits import FLUSH
-from .shares import Shares
+from ..control import Child
+from ..ledger import Ledger
+from ..limits import FLUSH
+from ..shares import Shares
 
 log = logging.getLogger(__name__)
 STARTUP = 60  # seconds for the workers to start
@@ -234,7 +234,7 @@ class Workers:
         if self._shares is not None:
             given["shares"] = [self._shares.file, self._shares.count, slot]
             files.append(self._shares.file)
-        return Worker(Child("minillm.server.worker", given, {"listener": self.listener}, files), slot, failures)
+        return Worker(Child("minillm.server.worker.worker", given, {"listener": self.listener}, files), slot, failures)
 
     def _link(self, worker: Worker) -> None:
         """Connect a worker to the engine, if there is one. If there is not, it will be once the engine is back."""

@@ -1,0 +1,1 @@
+"""HTTP workers: processes that read requests, tokenize prompts, and write responses, without torch.  Lesson 99."""
