@@ -1,11 +1,16 @@
 """The server's options.  Lesson 99."""
 
+import hashlib
+import re
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from minillm.config import EngineOptions, Options, option, with_field_help
+from minillm.errors import ConfigError
+from minillm.values import shown
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")  # uvicorn's
+KEY = re.compile(r"[\x21-\x7e]{8,512}")
 
 
 class ServerOptions(EngineOptions, total=False):
@@ -114,3 +119,13 @@ def split(options: ServerOptions, **defaults: Any) -> tuple[ServerConfig, Engine
     ours = {name: value for name, value in options.items() if name in names}
     engine = {name: value for name, value in options.items() if name not in names}
     return ServerConfig(**defaults | ours), cast(EngineOptions, engine)
+
+
+def digest(key: str | None) -> str | None:
+    """Return what workers know of the key. Raises ConfigError if clients could not send it or it is too short."""
+    if key is None:
+        return None
+    if not isinstance(key, str) or not KEY.fullmatch(key):
+        length = f" of {len(key)} characters" if isinstance(key, str) else f", {shown(key)}"
+        raise ConfigError(f"api_key must be 8 to 512 printable ASCII characters without spaces, not one{length}")
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -3,6 +3,8 @@
 Every loop over client input is bounded by one of these limits, so that one request cannot delay the others for long.
 """
 
+import math
+
 # ---- values in a request
 MAX_PROMPTS = 2048
 MAX_CHOICES = 2048  # in one request: n for each prompt
@@ -35,6 +37,7 @@ HEAD_START = 10  # milliseconds that a worker with more connections than another
 ACCEPT_RETRY = 1  # seconds to wait after accept() fails
 FIRST_PROBE, PROBE = 0.1, 1.0  # seconds until a client that sends no more is asked for signs of life, and between two
 HEALTH = 5  # seconds for the engine's process to answer that it is well
+MAX_RETRY_AFTER = 60  # seconds that a client is asked to wait at most before it tries again
 BEAT = 1.0  # seconds between two reports of a process to its owner
 RELINK = 0.1  # seconds until a worker that has lost its engine asks for another connection
 FLUSH = 1  # seconds after the grace period for the errors of aborted requests to reach their clients
@@ -48,3 +51,8 @@ def max_tokens(max_request_len: int) -> int:
 def max_body(max_request_len: int) -> int:
     """Return the most bytes in a body: enough for `max_tokens` tokens, from MIN_BODY to MAX_BODY."""
     return min(MAX_BODY, max(MIN_BODY, TOKEN_BYTES * max_tokens(max_request_len)))
+
+
+def retry_after(seconds: float | None) -> int:
+    """Return the whole seconds of a Retry-After header."""
+    return 1 if seconds is None else min(max(math.ceil(seconds), 1), MAX_RETRY_AFTER)

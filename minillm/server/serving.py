@@ -18,7 +18,7 @@ from minillm.config import EngineOptions
 from minillm.errors import ConfigError, MinillmError, MissingPackage
 from minillm.folders import how_to_install
 
-from .config import ServerConfig, ServerOptions, split
+from .config import ServerConfig, ServerOptions, digest, split
 from .supervisor.fleet import ServerFailed, Workers
 from .supervisor.supervisor import Supervisor
 
@@ -173,7 +173,7 @@ def _check(config: ServerConfig) -> None:
         if importlib.util.find_spec(name) is None:
             how = how_to_install("minillm[serve]")
             raise MissingPackage(f"the server needs {name}, which is not installed: {how}")
-    from .worker.gate import digest, hosts, origins
+    from .worker.gate import hosts, origins
 
     digest(config.api_key)
     origins(config.cors_origins)

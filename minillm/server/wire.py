@@ -79,7 +79,7 @@ class EngineFacts:
     max_num_seqs: int  # most choices in a batch
     capacity: int  # most choices that may run or wait in the server
     config: ServerConfig  # without the key
-    api_key: str | None = None  # what `gate.digest` returned for the server's key, if it has one
+    api_key: str | None = None  # what `config.digest` returned for the server's key, if it has one
 
 
 # ---- from a worker

@@ -145,6 +145,17 @@ def test_only_the_server_and_the_command_line_know_vllms_words():
     assert rooms == {"cli", "from_vllm", "server"}
 
 
+def test_the_folders_of_the_servers_processes_do_not_import_each_other():
+    processes = {f"minillm.server.{name}" for name in ("supervisor", "worker", "engine_side")}
+    found = [
+        f"{name} imports {target}"
+        for name, tree in modules()
+        for target in imported(name, tree)
+        if (own := ".".join(name.split(".")[:3])) in processes and ".".join(target.split(".")[:3]) in processes - {own}
+    ]
+    assert not found, found
+
+
 def test_every_folder_and_file_of_the_package_is_listed():
     found = {layer(name) for name, _ in modules()} - {"__init__"}
     assert found | {"kernels"} == set(LAYERS)

@@ -10,7 +10,8 @@ pytest.importorskip("fastapi", reason="the server needs fastapi, which is not in
 import minillm
 from minillm.errors import ConfigError
 from minillm.server import running
-from minillm.server.worker.gate import OPEN, Gate, digest
+from minillm.server.config import digest
+from minillm.server.worker.gate import OPEN, Gate
 from tests.waiting import TIMEOUT
 
 KEY = "a-key-of-23-characters!"

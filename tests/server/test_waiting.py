@@ -13,7 +13,8 @@ import pytest
 
 from minillm.server import running
 from minillm.server.engine_side.admission import Capacity
-from minillm.server.engine_side.waiting import FEWEST, LONGEST, RECENT, REFRESH, Pace, Seen, retry_after
+from minillm.server.engine_side.waiting import FEWEST, RECENT, REFRESH, Pace, Seen
+from minillm.server.limits import MAX_RETRY_AFTER, retry_after
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -249,7 +250,7 @@ def test_who_would_wait_too_long_is_refused_until_the_queue_is_shorter(lengths, 
         else:
             assert wait >= limit - bound
             assert refused.retry_after == pytest.approx(wait - limit, abs=bound + 1)
-            assert 1 <= refused.retry_after <= LONGEST
+            assert 1 <= refused.retry_after <= MAX_RETRY_AFTER
     assert max(waits) >= limit - server.bound(2 * rows, limit), "it refuses too many"
 
 
@@ -286,7 +287,7 @@ def test_no_queue_no_wait():
 
 
 def test_a_header_has_whole_seconds_within_bounds():
-    assert [retry_after(each) for each in (None, 0.0, 0.2, 3.1, 1e9)] == [1, 1, 1, 4, LONGEST]
+    assert [retry_after(each) for each in (None, 0.0, 0.2, 3.1, 1e9)] == [1, 1, 1, 4, MAX_RETRY_AFTER]
 
 
 # ---- a server
@@ -396,7 +397,7 @@ def test_rows_that_stand_still_let_nobody_wait_for_them(narrow, monkeypatch):
             ]
             monkeypatch.setattr(narrow.hub.admission.pace, "_clock", lambda: time.perf_counter() + 1000)
             refused = await client.post("/v1/completions", json=BODY)
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, str(LONGEST))
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, str(MAX_RETRY_AFTER))
             monkeypatch.undo()
             resume.set()
             assert [each.status_code for each in await asyncio.gather(*taken)] == [200] * 3

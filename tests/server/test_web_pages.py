@@ -7,7 +7,8 @@ import pytest
 
 from minillm.errors import ConfigError
 from minillm.server import running
-from minillm.server.worker.gate import Gate, digest, origins
+from minillm.server.config import digest
+from minillm.server.worker.gate import Gate, origins
 from tests.waiting import TIMEOUT
 
 KEY = "a-key-of-23-characters!"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..config import ServerConfig
+from ..limits import retry_after
 from ..wire import Failure
-from .waiting import Pace, Seen, retry_after
+from .waiting import Pace, Seen
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from dataclasses import replace
 
 from minillm.engine.async_llm import AsyncLLM
 
-from ..config import ServerConfig
+from ..config import ServerConfig, digest
 from ..engine_room.state import EngineRoom
 from ..ledger import Families
 from ..token_texts import TokenTexts
 from ..wire import EngineFacts, Hello
-from ..worker.gate import digest
 from .admission import Admission
 from .line import Line, Shared, SocketLine
 from .metrics import Metrics, cache_facts

@@ -22,6 +22,7 @@ from minillm.tokenizer import Tokenizer, TokenizerError
 from ..config import ServerConfig
 from ..engine_room.state import EngineRoom
 from ..lengths import TooLong, one_of, room
+from ..limits import retry_after
 from ..token_texts import TokenTexts
 from ..wire import (
     NUMBER,
@@ -54,7 +55,7 @@ from ..wire import (
 )
 from .admission import Admission
 from .metrics import Metrics
-from .waiting import Seen, retry_after
+from .waiting import Seen
 
 CHUNK = 1 << 18  # bytes per read
 

@@ -22,7 +22,6 @@ import numpy as np
 FEWEST = 8  # ends before lengths can be estimated
 RECENT = 128  # lengths are estimated from so many of the latest ends, or as many as there are rows if that is more
 REFRESH = 0.5  # seconds until the queue is played through again: a few ms with 1,024 choices that run and 1,024 more
-LONGEST = 60  # seconds that a client is asked to wait at most before it tries again
 
 
 class Seen(NamedTuple):
@@ -170,8 +169,3 @@ def _columns(rows: Iterable[Seen | _End]) -> np.ndarray:
 def _mixed(values: np.ndarray) -> np.ndarray:
     """Shuffle the values, in the same way for every array of this length."""
     return np.random.default_rng(0).permutation(values)
-
-
-def retry_after(seconds: float | None) -> int:
-    """Return the whole seconds of a Retry-After header."""
-    return 1 if seconds is None else min(max(math.ceil(seconds), 1), LONGEST)

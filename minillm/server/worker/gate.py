@@ -32,7 +32,6 @@ HEALTH = ("/health", "/ping", "/v1/health/live", "/v1/health/ready", "/v2/health
 OPEN = (*HEALTH, "/metrics", "/v1/metrics", *FILES)
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # printable ASCII without spaces
-KEY = re.compile(r"[\x21-\x7e]{8,512}")
 CLIENT, PATH = 128, 256  # characters of them that are kept
 SAFE = ("GET", "HEAD", "OPTIONS")  # methods that start no work
 READABLE = ("x-request-id", "retry-after", "inference-header-content-length")  # headers that a web page may read
@@ -54,16 +53,6 @@ def refusal(error: APIError, path: str) -> Response:
         access.error = error.code
     body = json.dumps(form)  # ASCII: a quoted value may contain a lone surrogate, which UTF-8 cannot encode
     return Response(body, error.status, error.headers, "application/json")
-
-
-def digest(key: str | None) -> str | None:
-    """Return what workers know of the key. Raises ConfigError if clients could not send it or it is too short."""
-    if key is None:
-        return None
-    if not isinstance(key, str) or not KEY.fullmatch(key):
-        length = f" of {len(key)} characters" if isinstance(key, str) else f", {shown(key)}"
-        raise ConfigError(f"api_key must be 8 to 512 printable ASCII characters without spaces, not one{length}")
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def hosts(allowed: str | None, address: str) -> frozenset[str] | None:
@@ -115,8 +104,8 @@ def _client(values: list[bytes]) -> str:
 class Gate:
     """Wraps an ASGI application.
 
-    key: what `digest` returned. allowed: what `hosts` returned. client_header: the header in which a proxy names the
-    client, if it is not the other end of the connection. pages: what `origins` returned.
+    key: what `config.digest` returned. allowed: what `hosts` returned. client_header: the header in which a proxy names
+    the client, if it is not the other end of the connection. pages: what `origins` returned.
     """
 
     def __init__(

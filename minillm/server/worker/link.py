@@ -21,8 +21,8 @@ from minillm.request import Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
 from ..access import CURRENT, Access
-from ..engine_side.waiting import retry_after
 from ..lengths import TooLong
+from ..limits import retry_after
 from ..wire import (
     NUMBER,
     Abort,
