@@ -18,25 +18,11 @@ FAULTS = (
         "tests/project/test_cli.py -k other_options",
     ),
     Fault(
-        "the value of an option that is left out is taken for the model",
-        "minillm/from_vllm/command_line.py",
-        'value if equals else next(left, "")',
-        "value",
-        "tests/project/test_cli.py -k ask_for_nothing",
-    ),
-    Fault(
         "the log-probabilities of further choices are plain numbers",
         "minillm/from_vllm/scripts.py",
         "[cls.of(each) for each in done.others]",
         "done.others",
         "tests/from_vllm -k log_probability",
-    ),
-    Fault(
-        "a seed of -1 over HTTP is a seed",
-        "minillm/server/protocol.py",
-        "SamplingParams(**sampling_options(given))",
-        "SamplingParams(**given)",
-        "tests/server/test_from_vllm.py -k minus_one",
     ),
     Fault(
         "the command line does not know vLLM's values",
