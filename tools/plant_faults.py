@@ -1,15 +1,20 @@
 """Plant faults in a copy of the project, one at a time, and report which of them the tests miss.
 
-    python tools/plant_faults.py                               every fault, with the tests that should catch it
+    python tools/plant_faults.py                               every written fault, with the tests that should catch it
     python tools/plant_faults.py --room scheduler --jobs 2     the faults of one package
     python tools/plant_faults.py --only NAME                   one fault; repeatable
     python tools/plant_faults.py --tests "tests -m quick"      does another selection of tests also catch the faults?
     python tools/plant_faults.py --record faults               every fault, and write a record
+    python tools/plant_faults.py --mutate minillm/scheduler --count 50 --seed 1     mutations of a file or folder
 
-The faults are in tools/faults. This checkout is never changed: its tracked files, and untracked ones that git does not
-ignore, are copied to a temporary folder, and each fault is undone there before the next. Each selection of tests first
-runs once without a fault. The exit status is 1 if a fault survives, if its snippet is no longer in its file, if its
-tests already fail without it, or if they cannot run with it (an import fails, a test hangs), which proves nothing.
+The faults are in tools/faults. Those of --mutate are made by the operators of tools/faults/mutations.py, and the tests
+of the file's room should catch them: one that survives is a hole in the tests, or changes nothing that matters.
+
+This checkout is never changed: its tracked files, and untracked ones that git does not ignore, are copied to a
+temporary folder, and each fault is undone there before the next. Each selection of tests first runs once without a
+fault. The exit status is 1 if a fault survives, if its snippet is no longer in its file, if its tests already fail
+without it, or if they cannot run with it (an import fails, a test hangs), which proves nothing about a fault that has
+a meaning. A mutation is caught by that, too.
 """
 
 import argparse
@@ -18,6 +23,7 @@ import json
 import multiprocessing
 import os
 import queue
+import random
 import re
 import shlex
 import shutil
@@ -35,7 +41,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.faults import Fault, StaleFault, every  # noqa: E402
+from tools.faults import TOP, Fault, StaleFault, every  # noqa: E402
+from tools.faults.mutations import mutations  # noqa: E402
 
 SECONDS = 600  # time limit of each test run
 OURS = ("minillm", "kernels", "tests", "tools", "conftest")
@@ -180,7 +187,8 @@ def run(
             choice = choices[fault.name]
             before = without[choice]
             if before.outcome == SURVIVED:
-                ran = in_a_copy(lambda copy: tried(fault, choice, copy, seconds))
+                limit = min(seconds, 60 + 10 * before.seconds)
+                ran = in_a_copy(lambda copy: tried(fault, choice, copy, limit))
             else:
                 ran = Ran(RED, f"{choice}: {before.by}", 0.0)
             print(f"{ran.seconds:6.1f} s  {ran.outcome}: {fault.name}{_because(ran)}", flush=True)
@@ -207,6 +215,30 @@ def chosen(faults: Sequence[Fault], room: str | None, only: Sequence[str]) -> li
     return [fault for fault in faults if room in (None, fault.room) and (not only or fault.name in only)]
 
 
+def mutated(place: str, root: Path = ROOT, count: int | None = None, seed: int = 0) -> list[Fault]:
+    """The mutations of a file or folder, in order, or `count` drawn by the seed. Raises ValueError without any code."""
+    path = root / place
+    files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    if not files:
+        raise ValueError(f"no Python file is at {place}")
+    faults = []
+    for file in files:
+        name = file.relative_to(root).as_posix()
+        faults += mutations(name, file.read_text(encoding="utf-8"), tests_of(name, root))
+    places = range(len(faults))
+    chosen = places if count is None else sorted(random.Random(seed).sample(places, min(count, len(faults))))
+    return [faults[i] for i in chosen]
+
+
+def tests_of(file: str, root: Path = ROOT) -> str:
+    """Pytest arguments that select the tests of a file's room, those named after the file first."""
+    own, room = f"test_{Path(file).stem}.py", Fault("", file, "", "", "").room
+    folder = root / "tests" / ("" if room == TOP else room)
+    found = [*folder.glob("test_*.py")] or [*root.glob(f"tests/*/test_{room}.py")]
+    found.sort(key=lambda path: (path.name != own, path.name))
+    return " ".join(path.relative_to(root).as_posix() for path in found) or "tests -m key"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--room", help="only the faults of this package, such as scheduler")
@@ -215,12 +247,20 @@ def main() -> None:
     parser.add_argument("--tests", help="pytest arguments to use instead of each fault's own")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the time limit of each pytest run")
     parser.add_argument("--record", help="a record's name, or a file; only for all faults")
+    parser.add_argument("--mutate", metavar="PATH", help="mutations of this file or folder instead of written faults")
+    parser.add_argument("--count", type=int, help="only so many of the mutations, drawn by the seed")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="only print the faults")
     options = parser.parse_args()
-    if options.record and (options.room or options.only or options.tests):
-        parser.error("a record covers all faults with their own tests: leave out --room, --only and --tests")
+    if options.record and (options.room or options.only or options.tests or options.mutate):
+        parser.error("a record covers all faults with their own tests: leave out --room, --only, --tests and --mutate")
+    if options.mutate and (options.room or options.only):
+        parser.error("--room and --only choose written faults: leave them out with --mutate")
     try:
-        faults = chosen(every(), options.room, options.only)
+        if options.mutate:
+            faults = mutated(options.mutate, count=options.count, seed=options.seed)
+        else:
+            faults = chosen(every(), options.room, options.only)
     except ValueError as error:
         parser.error(str(error))
     if options.list:
@@ -233,7 +273,8 @@ def main() -> None:
     begun, start = records.begin(options.record), time.perf_counter()
     rows = run(faults, jobs=options.jobs, tests=options.tests, seconds=options.seconds)
     took = time.perf_counter() - start
-    missed = [row for row in rows if row["outcome"] != CAUGHT]
+    enough = (CAUGHT, BROKEN, HUNG) if options.mutate else (CAUGHT,)
+    missed = [row for row in rows if row["outcome"] not in enough]
     print(f"{len(rows) - len(missed)} of {len(rows)} faults caught in {took:.0f} s")
     if options.record:
         content = records.record(rows, begun, faults=len(rows), caught=len(rows) - len(missed), seconds=round(took, 1))

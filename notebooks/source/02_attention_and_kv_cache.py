@@ -803,8 +803,8 @@ compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=c
 #
 # Below is the engine's reference implementation, the specification for all of its faster versions: your formula, for
 # many requests. Look for `query_at`, the positions of exercise 3; for the block table in `rows`, which says where each
-# request's keys and values are; and for what `_attend` does about leftovers. A *window* (only the most recent keys are seen) and
-# a *soft cap* on scores are options that some models need.
+# request's keys and values are; and for what `_attend` does about leftovers. A *window* (only the most recent keys are
+# seen) and a *soft cap* on scores are options that some models need.
 
 # %%
 # ENGINE: minillm.ops.reference:decode_attention

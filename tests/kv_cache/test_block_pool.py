@@ -71,6 +71,17 @@ def test_a_prefix_key_depends_on_its_block_on_all_before_it_and_on_the_salt():
     assert not set(keys) & set(prefix_keys(tokens, 4, "tenant"))
 
 
+def test_prefix_keys_continue_from_the_last_one_known():
+    tokens = np.arange(16, dtype=np.int32)
+    keys = prefix_keys(tokens, 4)
+    assert all(prefix_keys(tokens, 4, known=keys[:known]) == keys for known in range(5))
+
+
+def test_of_the_blocks_of_a_list_those_that_are_cached_are_told(pool):
+    (used,) = pool.allocate(1)
+    assert pool.are_cached([3, used, 0]) == [True, False, True] and pool.unreferenced([3, used, 0]) == 2
+
+
 def test_a_forgotten_block_can_be_registered_again_whether_it_was_cached_or_used(pool):
     """A failed request's blocks are forgotten; they may later hold other prefixes."""
     (used,) = pool.allocate(1)

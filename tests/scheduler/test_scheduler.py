@@ -24,7 +24,7 @@ class CountsLookups(BlockPool):
 
 def scheduler_with(num_blocks: int, windows: tuple, **options) -> Scheduler:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 4}
-    return Scheduler(**sizes, num_blocks=num_blocks, windows=windows, pool=CountsLookups(num_blocks), **options)
+    return Scheduler(**sizes | options, num_blocks=num_blocks, windows=windows, pool=CountsLookups(num_blocks))
 
 
 def request(name: str, prompt: list[int], output: int) -> Request:
@@ -53,6 +53,31 @@ def test_a_decode_step_looks_up_no_prefix_for_a_request_that_waits_for_blocks(wi
         step(scheduler)
     assert scheduler.waiting == [waiting] and scheduler.pool.looked_up == before
     scheduler.pool.release(held)
+    step(scheduler)
+    assert scheduler.waiting == []
+
+
+def test_a_step_whose_budget_the_decodes_use_looks_up_no_prefix():
+    scheduler = scheduler_with(40, (None,), max_num_batched_tokens=1)
+    scheduler.submit(request("running", [1], 20))
+    step(scheduler)
+    scheduler.submit(request("waiting", BEGINNING, 8))
+    before = scheduler.pool.looked_up
+    step(scheduler)
+    assert scheduler.pool.looked_up == before and len(scheduler.waiting) == 1
+
+
+def test_a_request_that_was_refused_joins_once_just_its_blocks_are_free():
+    """Two for its prompt, and one that the running row is expected to take."""
+    scheduler = scheduler_with(20, (None,))
+    scheduler.submit(request("running", [1], 20))
+    step(scheduler)
+    held = scheduler.pool.allocate(scheduler.pool.available - 2)
+    waiting = request("waiting", list(range(8)), 4)
+    scheduler.submit(waiting)
+    step(scheduler)
+    assert scheduler.waiting == [waiting]
+    scheduler.pool.release(held[:1])
     step(scheduler)
     assert scheduler.waiting == []
 

@@ -102,3 +102,38 @@ def test_an_unknown_room_or_fault_error_lists_the_available_ones():
     with pytest.raises(ValueError, match="no fault is called none"):
         plant_faults.chosen(FAULTS, None, ["none"])
     assert plant_faults.chosen(FAULTS, "ops", [FAULTS[0].name]) == []
+
+
+def test_a_mutation_that_survives_is_reported_with_its_line(project, capsys):
+    """Doubling is told apart from its mutations by a test of 3, and hardly by one of 0."""
+    faults = plant_faults.mutated("tiny.py", project)
+    assert "tiny.py:2 2 becomes 3" in [fault.name for fault in faults]
+    assert faults[0].tests == "tests/test_blind.py tests/test_right.py tests/test_wrong.py"
+    drawn = plant_faults.mutated("tiny.py", project, count=2, seed=1)
+    assert len(drawn) == 2 and drawn == plant_faults.mutated("tiny.py", project, count=2, seed=1)
+    plant_faults.run(faults, root=project, tests="tests/test_right.py", preload=("pytest",))
+    assert "survived" not in capsys.readouterr().out
+    plant_faults.run(faults, root=project, tests="tests/test_blind.py", preload=("pytest",))
+    assert "survived: tiny.py:2 2 becomes 3" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no Python file is at absent"):
+        plant_faults.mutated("absent", project)
+
+
+def test_the_tests_of_a_file_are_those_of_its_room():
+    assert plant_faults.tests_of("minillm/kv_cache/layer_cache.py").startswith("tests/kv_cache/test_layer_cache.py ")
+    assert plant_faults.tests_of("kernels/few_rows.py").startswith("tests/kernels/test_few_rows.py ")
+    assert plant_faults.tests_of("minillm/request.py").startswith("tests/test_request.py ")
+    assert plant_faults.tests_of("minillm/cli/options.py") == "tests/project/test_cli.py"
+
+
+def test_a_mutation_that_keeps_tests_from_running_is_caught(monkeypatch, capsys):
+    rows = [{"outcome": outcome} for outcome in ("caught", "does not run", "hung", "survived")]
+    monkeypatch.setattr(plant_faults, "run", lambda *_, **__: rows)
+    monkeypatch.setattr("sys.argv", ["plant_faults.py", "--mutate", "minillm/kv_cache", "--count", "4"])
+    monkeypatch.setattr(plant_faults, "prepare", lambda: None)
+    with pytest.raises(SystemExit, match="True"):
+        plant_faults.main()
+    assert "3 of 4 faults caught" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["plant_faults.py", "--mutate", "minillm/kv_cache", "--room", "kv_cache"])
+    with pytest.raises(SystemExit, match="2"):
+        plant_faults.main()

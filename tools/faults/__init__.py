@@ -1,4 +1,7 @@
-"""Faults that a programmer could make, for `tools/plant_faults.py` to plant: one module per package of minillm."""
+"""Faults that a programmer could make, for `tools/plant_faults.py` to plant: one module per package of minillm.
+
+What an operator can do to any code, such as `<` that becomes `<=`, `mutations` does: here are faults with a meaning.
+"""
 
 import pkgutil
 from dataclasses import dataclass
@@ -41,6 +44,6 @@ class Fault:
 
 
 def every() -> list[Fault]:
-    """All faults, room by room."""
-    modules = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """All faults written by hand, room by room."""
+    modules = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"mutations"})
     return [fault for name in modules for fault in import_module(f"{__name__}.{name}").FAULTS]

@@ -18,13 +18,6 @@ FAULTS = (
         "tests/project/test_cli.py -k other_options",
     ),
     Fault(
-        "the value of an option that is left out is taken for the model",
-        "minillm/from_vllm/command_line.py",
-        'value if equals else next(left, "")',
-        "value",
-        "tests/project/test_cli.py -k ask_for_nothing",
-    ),
-    Fault(
         "the log-probabilities of further choices are plain numbers",
         "minillm/from_vllm/scripts.py",
         "[cls.of(each) for each in done.others]",
@@ -32,6 +25,7 @@ FAULTS = (
         "tests/from_vllm -k log_probability",
     ),
     Fault(
+<<<<<<< HEAD
         "a seed of -1 over HTTP is a seed",
         "minillm/server/worker/protocol.py",
         "SamplingParams(**sampling_options(given))",
@@ -39,6 +33,8 @@ FAULTS = (
         "tests/server/test_from_vllm.py -k minus_one",
     ),
     Fault(
+=======
+>>>>>>> mutate
         "the command line does not know vLLM's values",
         "minillm/cli/options.py",
         "command(**engine_options(",

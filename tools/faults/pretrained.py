@@ -14,13 +14,6 @@ FAULTS = (
         "tests/pretrained/test_cache.py",
     ),
     Fault(
-        "a process that has waited builds the model again",
-        CACHE,
-        "            if is_complete(target, sha256):\n                return target\n",
-        "",
-        "tests/pretrained/test_cache.py -k one_builds_and_the_other_waits",
-    ),
-    Fault(
         "a file with another hash is used",
         WHEELS,
         "if digest.hexdigest() != sha256:",
@@ -40,20 +33,6 @@ FAULTS = (
         "if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):",
         "if tensor.ndim:",
         "tests/pretrained/test_gguf_file.py -k every_value_is_stored_exactly",
-    ),
-    Fault(
-        "a cached commit is looked up at the Hub",
-        HUB,
-        "if complete is not None and _COMMIT.fullmatch(revision):",
-        "if complete is None and _COMMIT.fullmatch(revision):",
-        "tests/pretrained/test_hub.py -k cached_commit",
-    ),
-    Fault(
-        "a copy in the cache counts though it lacks files that its index names",
-        HUB,
-        "complete = None if lacks else cached",
-        "complete = cached",
-        "tests/pretrained/test_hub.py -k lacks_files",
     ),
     Fault(
         "the Hub is asked without a time limit",

@@ -8,20 +8,6 @@ HADAMARD = "minillm/quantization/methods/hadamard.py"
 
 FAULTS = (
     Fault(
-        "Paley's first construction has a symmetric border",
-        HADAMARD,
-        "bordered[1:, 0] = -1.0 if skew else 1.0",
-        "bordered[1:, 0] = 1.0",
-        "tests/quantization/test_hadamard.py -k orthogonal",
-    ),
-    Fault(
-        "the inverse of a Hadamard matrix that is not symmetric is not transposed",
-        HADAMARD,
-        "right.t() if inverse else right",
-        "right",
-        "tests/quantization/test_hadamard.py -k split_product",
-    ),
-    Fault(
         "entries of a Hadamard matrix are rounded to half precision with their scale",
         HADAMARD,
         "2**halvings\n        return left, right.to(device, dtype), 2**halvings / math.sqrt(order)",
@@ -71,13 +57,6 @@ FAULTS = (
         "tests/quantization/test_int4.py -k zero_points",
     ),
     Fault(
-        "int4 codes are rounded for scales that are not those stored",
-        "minillm/quantization/int4.py",
-        "scale_dtype = self.format.scale_dtype or self.scales.dtype",
-        "scale_dtype = self.format.scale_dtype",
-        "tests/quantization/test_int4.py -k as_they_are_stored",
-    ),
-    Fault(
         "all tokens share one scale",
         "minillm/quantization/activations.py",
         "most = wide.abs().amax(-1, keepdim=True)",
@@ -90,20 +69,6 @@ FAULTS = (
         "self.scales[span] = codes.scales",
         "self.scales[:] = codes.scales[:1]",
         "tests/quantization/test_fp8.py -k module",
-    ),
-    Fault(
-        "gptq updates the columns before instead of those after",
-        "minillm/quantization/methods/gptq.py",
-        "work[:, stop:] -= errors @ factor[start:stop, stop:]",
-        "work[:, stop:] += errors @ factor[start:stop, stop:]",
-        "tests/quantization/test_calibrated_methods.py -k papers_equations",
-    ),
-    Fault(
-        "awq keeps the strongest scales instead of the best",
-        "minillm/quantization/methods/awq.py",
-        "if best is None or error < best[0]:",
-        "if best is None or True:",
-        "tests/quantization/test_calibrated_methods.py -k best_of_the_strengths",
     ),
     Fault(
         "awq's clipping never widens a group's range",
@@ -120,13 +85,6 @@ FAULTS = (
         "tests/quantization/test_compressed_tensors.py -k library_compressed",
     ),
     Fault(
-        "ignored modules are read as quantized",
-        "minillm/quantization/checkpoints/compressed_tensors.py",
-        "if _names_it(self.ignored, module):",
-        "if False:",
-        "tests/quantization/test_compressed_tensors.py -k ignored",
-    ),
-    Fault(
         "the last matching pattern wins instead of the first",
         RECIPE,
         "in self.rules.items() if fnmatchcase",
@@ -134,25 +92,11 @@ FAULTS = (
         "tests/quantization/test_recipe.py",
     ),
     Fault(
-        "every piece of a tensor overwrites the first piece",
-        "minillm/quantization/weight.py",
-        "done += len(piece)",
-        "done += 0",
-        "tests/model/test_loader.py -k read_in_pieces",
-    ),
-    Fault(
         "samples are the first rows of the first steps",
         "minillm/quantization/methods/statistics.py",
         "chosen = torch.randperm(len(x), generator=self._generator)[:keep]",
         "chosen = torch.arange(len(x))[:: max(1, len(x) // 16)][:keep]",
         "tests/calibration/test_quantize.py -k distinct",
-    ),
-    Fault(
-        "int4 codes are rounded for scales in the precision of calibration",
-        "minillm/quantization/int4.py",
-        "self.format.scale_dtype or self.scales.dtype",
-        "self.scales.dtype",
-        "tests/calibration/test_quantize.py -k as_they_are_saved",
     ),
     Fault(
         "zero points of GPTQ's version 1 are read as they are stored",
@@ -192,27 +136,6 @@ FAULTS = (
         "tests/quantization/test_checkpoints.py -k whole_parts",
     ),
     Fault(
-        "Model Optimizer's two rows in a byte swap places",
-        "minillm/quantization/checkpoints/modelopt.py",
-        "torch.stack((weight & 15, weight >> 4), 1)",
-        "torch.stack((weight >> 4, weight & 15), 1)",
-        "tests/quantization/test_checkpoints.py -k 'tool_says and modelopt'",
-    ),
-    Fault(
-        "two files of one checkpoint may contradict each other",
-        "minillm/quantization/checkpoints/fields.py",
-        "if field in values and _comparable(values[field]) != _comparable(value):",
-        "if False:",
-        "tests/quantization/test_checkpoints.py -k contradict",
-    ),
-    Fault(
-        "codes are dequantized in the half precision of their file",
-        "minillm/quantization/dense.py",
-        "replace(codes, scales=scales).dequantize()",
-        "codes.dequantize()",
-        "tests/quantization/test_checkpoints.py -k leaves_out_stay_dense",
-    ),
-    Fault(
         "halfway between two values of FP4, the larger is taken",
         FP4,
         "size = (size / step).round() * step",
@@ -220,39 +143,11 @@ FAULTS = (
         "tests/quantization/test_fp4.py -k nearest",
     ),
     Fault(
-        "values of FP4 from 4 on are as dense as those from 2 on",
-        FP4,
-        "torch.where(size >= 4, 2.0, torch.where(size >= 2, 1.0, 0.5))",
-        "torch.where(size >= 2, 1.0, 0.5)",
-        "tests/quantization/test_fp4.py -k nearest",
-    ),
-    Fault(
-        "two FP4 codes swap places in their byte",
-        FP4,
-        "torch.stack((packed & 15, packed >> 4), -1)",
-        "torch.stack((packed >> 4, packed & 15), -1)",
-        "tests/quantization/test_fp4.py -k byte",
-    ),
-    Fault(
-        "the largest weight of an MXFP4 block is never rounded up to the next power of two",
-        FP4,
-        "exponent - 3 + (mantissa >= 0.875).int()",
-        "exponent - 3",
-        "tests/quantization/test_fp4.py -k to_the_bit",
-    ),
-    Fault(
         "NVFP4's codes are rounded for scales that are not yet rounded to e4m3",
         FP4,
         ".to(torch.float8_e4m3fn).float()\n",
         "\n",
         "tests/quantization/test_fp4.py -k to_the_bit",
-    ),
-    Fault(
-        "each part of a module has an NVFP4 scale of its own",
-        FP4,
-        "return self.global_scale is not None",
-        "return False",
-        "tests/quantization/test_fp4.py -k parts",
     ),
     Fault(
         "pruning ranks the weights of a row",
@@ -263,13 +158,6 @@ FAULTS = (
         """        largest = matrix.abs().argsort(dim=1, descending=True, stable=True)[:, : count // len(matrix)]
         return torch.zeros_like(matrix, dtype=torch.bool).scatter_(1, largest, True)""",
         "tests/quantization/test_sparse.py -k whole_matrix",
-    ),
-    Fault(
-        "2:4 sparsity keeps the largest values instead of magnitudes",
-        SPARSE,
-        "sizes = matrix.abs().unflatten(-1, (-1, OF))",
-        "sizes = matrix.unflatten(-1, (-1, OF))",
-        "tests/quantization/test_sparse.py -k four_neighbors",
     ),
     Fault(
         "the first column of a bitmask has the highest bit",
@@ -284,13 +172,6 @@ FAULTS = (
         "return gradients[0], None",
         "return gradients[0] * 0, None",
         "tests/quantization/test_straight_through.py -k gradient",
-    ),
-    Fault(
-        "fake quantization rounds for scales in another precision than the file's",
-        "minillm/quantization/methods/straight_through.py",
-        "steps.to(scale_dtype or steps.dtype).to(weight.dtype)",
-        "steps.to(weight.dtype)",
-        "tests/quantization/test_straight_through.py -k int4_stores",
     ),
     Fault(
         "modules that share an input get the last of their scales",

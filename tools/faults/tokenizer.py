@@ -2,7 +2,7 @@
 
 from . import Fault
 
-BPE, ADDED, DECODERS = "minillm/tokenizer/bpe.py", "minillm/tokenizer/added_tokens.py", "minillm/tokenizer/decoders.py"
+BPE, ADDED = "minillm/tokenizer/bpe.py", "minillm/tokenizer/added_tokens.py"
 
 FAULTS = (
     Fault(
@@ -11,13 +11,6 @@ FAULTS = (
         "while start > done and _SPACE.fullmatch(text[start - 1]):",
         "if start > done and _SPACE.fullmatch(text[start - 1]):",
         "tests/tokenizer/test_components.py -k consumes_all_white_space",
-    ),
-    Fault(
-        "the shortest added token is matched first",
-        ADDED,
-        "sorted(sizes, reverse=True)",
-        "sorted(sizes)",
-        "tests/tokenizer/test_components.py -k longest_is_found",
     ),
     Fault(
         "the rightmost of equal pairs is merged first",
@@ -41,13 +34,6 @@ FAULTS = (
         "tests/test_overrides.py -k user_supplied_merge",
     ),
     Fault(
-        "a run of invalid bytes decodes to one character",
-        DECODERS,
-        'return ["\\ufffd"] * len(run)',
-        'return ["\\ufffd"]',
-        "tests/tokenizer/test_components.py -k decoder",
-    ),
-    Fault(
         "a flush keeps the bytes that it returned",
         "minillm/tokenizer/detokenizer.py",
         "decoder, self._decoder = self._decoder, self._tokenizer.new_decoder()",
@@ -60,13 +46,6 @@ FAULTS = (
         "        if len(after):\n",
         "        if not after:\n",
         "tests/tokenizer/test_continuation.py -k first_word",
-    ),
-    Fault(
-        "a broken byte in the output rewrites the prompt's characters",
-        "minillm/tokenizer/detokenizer.py",
-        "            self._decoder.settle()\n",
-        "",
-        "tests/tokenizer/test_continuation.py -k leave_the_prompts",
     ),
     Fault(
         "an old map of special tokens no longer overrides",
@@ -83,24 +62,10 @@ FAULTS = (
         "tests/tokenizer/test_settings.py -k each_way",
     ),
     Fault(
-        "special tokens are part of the text",
-        "minillm/tokenizer/tokenizer.py",
-        "if token is not None and not (skip_special_tokens and id in self._special):",
-        "if token is not None:",
-        "tests/tokenizer/test_equality.py -k decoded_text",
-    ),
-    Fault(
         "equally frequent characters keep their order of appearance",
         "minillm/tokenizer/training.py",
         "key=lambda c: (-character_counts[c], c)",
         "key=lambda c: -character_counts[c]",
         "tests/tokenizer/test_training.py",
-    ),
-    Fault(
-        "later pieces of a pre-tokenizer count as the start of the text",
-        "minillm/tokenizer/pre_tokenizers.py",
-        "step(piece, at_start and n == 0)",
-        "step(piece, at_start)",
-        "tests/tokenizer/test_components.py -k pre_tokenizer",
     ),
 )
