@@ -25,16 +25,6 @@ FAULTS = (
         "tests/from_vllm -k log_probability",
     ),
     Fault(
-<<<<<<< HEAD
-        "a seed of -1 over HTTP is a seed",
-        "minillm/server/worker/protocol.py",
-        "SamplingParams(**sampling_options(given))",
-        "SamplingParams(**given)",
-        "tests/server/test_from_vllm.py -k minus_one",
-    ),
-    Fault(
-=======
->>>>>>> mutate
         "the command line does not know vLLM's values",
         "minillm/cli/options.py",
         "command(**engine_options(",
