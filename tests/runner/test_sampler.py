@@ -8,7 +8,7 @@ import torch
 
 from minillm import InvalidRequest, SamplingParams, ops
 from minillm.runner.logprobs import top_logprobs
-from minillm.runner.sampler import Sampler, derived_seed, uniforms
+from minillm.runner.sampler import Sampler, derived_seed, forbid, uniforms
 from minillm.runner.state import RowState
 from minillm.scheduler.step import NewRow
 
@@ -238,3 +238,13 @@ def test_a_row_keeps_no_wish_for_log_probabilities_of_the_request_before():
     assert (state.logprobs[0], state.prompt_logprobs[0]) == (3, 2)
     state.fill([new_row(0, SamplingParams(), 2)])
     assert (state.logprobs[0], state.prompt_logprobs[0]) == (-1, -1)
+
+
+def test_a_mask_forbids_the_tokens_whose_bits_are_0_in_its_own_row():
+    """Ten tokens in two bytes, lowest bits first; the last six bits are no tokens."""
+    masks = torch.tensor([[0b10000011, 0b11111110], [0b00001000, 0b01]], dtype=torch.uint8)
+    logits = torch.arange(30.0).reshape(3, 10)
+    found = forbid(logits.clone(), torch.tensor([2, 0]), masks)
+    allowed = [(found[row] > -torch.inf).nonzero().flatten().tolist() for row in range(3)]
+    assert allowed == [[3, 8], list(range(10)), [0, 1, 7, 9]]
+    assert torch.where(found > -torch.inf, found, logits).equal(logits)
