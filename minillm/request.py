@@ -88,7 +88,7 @@ class RequestOptions:
     def cache_key(self) -> str:
         """What must be equal, apart from tokens, for keys and values to be equal: a prefix's whole identity.
 
-        Whatever else changes them (an adapter, say) belongs in here, and nowhere else.
+        Anything else that changes them (an adapter, say) must be part of this key.
         """
         return self.cache_salt
 

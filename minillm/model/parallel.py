@@ -1,8 +1,8 @@
 """The collectives that connect the shards of a model on several GPUs; on one GPU they do nothing.
 
 Every GPU (rank) holds some of the heads, of the MLP's inner columns and of the vocabulary, and computes with them what
-`Model` computes for the whole model. The results of a row of a matrix are whole; those of `attention_out` and `down`,
-which are divided by their inputs, are partial sums (Shoeybi et al. 2019, "Megatron-LM", section 3).
+`Model` computes for the whole model. A matrix that is split by rows gives complete results. `attention_out` and `down`
+are split by columns, that is by their inputs, and give partial sums (Shoeybi et al. 2019, "Megatron-LM", section 3).
 """
 
 from typing import Protocol

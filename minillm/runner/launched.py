@@ -26,7 +26,7 @@ class Results:
 
 
 class StepInFlight(Protocol):
-    """A step that runs or has run, wherever that is."""
+    """A step that runs or has run, in any process."""
 
     step: Step
 

@@ -69,8 +69,8 @@ class Runner:
             more = "a higher gpu_memory_utilization" if model.device.type == "cuda" else "num_blocks"
             log.warning(
                 f"max_model_len is lowered from {max_model_len:,} to {self.max_model_len:,} tokens: the memory for "
-                f"keys and values, {gib(self.num_blocks * self.memory.block_bytes)}, holds no longer request; {more} "
-                "or kv_cache_dtype='fp8' makes room for more"
+                f"keys and values, {gib(self.num_blocks * self.memory.block_bytes)}, cannot hold a longer request; "
+                f"{more} or kv_cache_dtype='fp8' makes room for more"
             )
         self.caches = self.memory.allocate(self.num_blocks)
         self.graphs = make_graphs(self.caches)
@@ -132,7 +132,7 @@ class Runner:
             # The same rows continue in the same blocks: reuse the last batch, advanced by one token.
             _, batch, sampled = before
             batch.token_ids = sampled
-            for moved in (batch.positions, batch.slots, batch.decode[0].lengths):
+            for moved in (batch.positions, batch.slots, batch.decode[0].lengths):  # the groups share these lengths
                 moved.add_(1)
         else:
             batch = pack(step, self.state, None, streams=self.stream is not None)
