@@ -149,7 +149,7 @@ def revealing(wanted: Sequence[Statement], name: str = "") -> list[str]:
             taken |= engines.intersection(each.id for each in node.bases if isinstance(each, ast.Name))
         elif isinstance(node, ast.Import):
             found |= {part for alias in node.names for part in alias.name.split(".")}
-        elif isinstance(node, ast.ImportFrom):  # a lesson may import a function from checks.lesson_11
+        elif isinstance(node, ast.ImportFrom):
             found |= {(node.module or "").rpartition(".")[2], *(alias.name for alias in node.names)}
             taken |= {alias.name for alias in node.names} & {name}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

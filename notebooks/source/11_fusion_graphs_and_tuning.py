@@ -20,7 +20,7 @@ import numpy as np
 from minillm.bench import plots, records
 from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, triton_here
 from minillm.course import draw_kernels as draw
-from minillm.course.checks.lesson_11 import padded_ms
+from minillm.course.graph_sizes import padded_ms
 from minillm.course.launches import ATTENTION, five_launches, least_us, one_layer
 from minillm.model.config import PRESETS
 

@@ -68,7 +68,7 @@ def test_an_error_names_the_line_of_its_cell():
     ("text", "found"),
     [
         ("def wanted():\n    return sum([1])", []),
-        ("from minillm.course.checks.lesson_11 import padded_ms\ndef wanted():\n    return padded_ms", []),
+        ("from minillm.course.graph_sizes import padded_ms\ndef wanted():\n    return padded_ms", []),
         ("def wanted():\n    import gc, os.path\n    return getattr(gc, '__eq__')", ["__eq__", "gc", "getattr", "os"]),
         ("from minillm.course.adapters import wanted", ["the engine's wanted"]),
         ("from minillm.course.adapters import wanted as w\nwanted = w", ["the engine's wanted"]),

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import combinations
 
+from ..graph_sizes import padded_ms
 from . import Exercise
 
 # ---- a launch from a measured table
@@ -184,11 +185,6 @@ def _(function):
 # ---- which batch sizes to capture
 
 choose_sizes = Exercise("choose_sizes")
-
-
-def padded_ms(sizes: list[int], counts: dict[int, int], ms: dict[int, float]) -> float:
-    """The milliseconds of all steps if each is padded to the next of `sizes`."""
-    return sum(count * ms[min(size for size in sizes if size >= rows)] for rows, count in counts.items())
 
 
 def least_ms(counts: dict[int, int], ms: dict[int, float], most: int) -> float:
