@@ -13,4 +13,4 @@ RUN python -m pip install --no-cache-dir --constraint requirements.lock --editab
 # Any user may write the copies of the lessons, also into a volume that is mounted at /course/lab.
 RUN minillm doctor && mkdir -p lab && chmod a+rwx lab
 EXPOSE 8888
-CMD ["sh", "-c", "python -m minillm.course.build lab && exec jupyter lab --ip=0.0.0.0 --no-browser --allow-root --notebook-dir=lab"]
+CMD ["sh", "-c", "python -m minillm.course.making.build lab && exec jupyter lab --ip=0.0.0.0 --no-browser --allow-root --notebook-dir=lab"]

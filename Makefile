@@ -60,7 +60,7 @@ $(READY): requirements.lock pyproject.toml | $(BIN)/python
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python -m minillm.course.build demo
+	$(BIN)/python -m minillm.course.making.build demo
 
 check: lint types
 	PYTHONHASHSEED=0 $(IN_PARALLEL) $(call marked,key) -m 'key and not proof' $(PYTEST)
@@ -77,11 +77,11 @@ explore: $(READY)
 	$(IN_PARALLEL) tests -m 'explore or hypothesis' --hypothesis-seed=$$seed $(PYTEST)
 
 lab: $(READY)
-	$(BIN)/python -m minillm.course.build lab
+	$(BIN)/python -m minillm.course.making.build lab
 	$(BIN)/jupyter lab --notebook-dir lab $(ARGS)
 
 notebooks: $(READY)
-	$(BIN)/python -m minillm.course.build notebooks $(NOTEBOOK)
+	$(BIN)/python -m minillm.course.making.build notebooks $(NOTEBOOK)
 
 # Triton's Python backend needs numpy 1, so Triton has an environment of its own, made by the same Python.
 build/triton/venv/.installed: tools/triton/requirements.txt | $(READY)

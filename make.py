@@ -54,7 +54,7 @@ def marked(marker: str) -> list[str]:
 
 def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
     """What to run for a target, once the environment is there. more: JupyterLab's options."""
-    build = [PYTHON, "-m", "minillm.course.build"]
+    build = [PYTHON, "-m", "minillm.course.making.build"]
     variables, pytest = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *IN_PARALLEL]
     notebooks = ("--nbval", "--nbval-current-env")
     return {

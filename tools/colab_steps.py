@@ -27,7 +27,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from minillm.course import colab, export  # noqa: E402
+from minillm.course.making import colab, export  # noqa: E402
 
 REPOSITORY = colab.Repository("OWNER", "NAME")
 TIMEOUT = 1800  # seconds for a cell; the first installs the course

@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from minillm.course import build  # noqa: E402
-from minillm.course.lesson import LEARNER, convert  # noqa: E402
+from minillm.course.making import build  # noqa: E402
+from minillm.course.making.lesson import LEARNER, convert  # noqa: E402
 
 WORDS, LINES = 130, 10
 _HEADING = re.compile(r"^##? (.*?)(?: · (\d+) min)?$", re.MULTILINE)

@@ -57,7 +57,7 @@ RECORDS = {
         "gemma-2b-fp8-cache": f"minillm bench offline {GEMMA} {FP8} --kv-cache-dtype fp8 {AS_PEERS} {WORKLOADS} --json",
         "kernel-tests": "python tools/kernel_tests.py --seeds 3 --within 140 --record",
         "kernels": "python tools/kernel_speed.py --record",
-        "lessons": "python -m minillm.course.run --json",
+        "lessons": "python -m minillm.course.making.run --json",
         "quantization": "python tools/quantization_speed.py --record",
         "quantized-kernels": "python tools/quantized_kernels.py --record",
         "roofline": f"minillm bench roofline {GEMMA} --max-num-seqs 512 --max-model-len 4096 "

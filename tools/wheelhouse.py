@@ -31,7 +31,7 @@ Write that Python's name for the first `python`; on some systems it is python3 o
 Then, and each time you continue:
 
     cd {copy}
-    ../.venv/bin/python -m minillm.course.build lab
+    ../.venv/bin/python -m minillm.course.making.build lab
     ../.venv/bin/jupyter lab --notebook-dir lab
 
 On Windows, write .venv\\Scripts\\ instead of .venv/bin/, and ..\\.venv\\Scripts\\ instead of ../.venv/bin/.

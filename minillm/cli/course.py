@@ -41,7 +41,7 @@ def grade(
     in a container.
     """
     with friendly_errors():
-        from minillm.course import grade_table, grading
+        from minillm.course.grading import grade_table, grading
 
         limits = grading.Limits(time_limit, memory_gb)
         count = jobs or max(1, (os.cpu_count() or 1) // 2)
@@ -66,7 +66,7 @@ def export(
     minillm course export ../for_learners
     """
     with friendly_errors():
-        from minillm.course import colab, export
+        from minillm.course.making import colab, export
 
         published = colab.Repository.at(repository, branch) if repository else None
         names = export.export(folder, repository=published)

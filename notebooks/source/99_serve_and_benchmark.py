@@ -38,7 +38,6 @@ from minillm.course import (
     check,
     compare,
     describe,
-    earlier,
     full,
     knee,
     look_back,
@@ -47,6 +46,7 @@ from minillm.course import (
     tier,
 )
 from minillm.course import draw_serving as draw
+from minillm.course.grading import earlier
 from minillm.server import running
 
 # %% [markdown]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from minillm.course import earlier, lesson
+from minillm.course.grading import earlier
+from minillm.course.making import lesson
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from importlib import import_module
 import pytest
 from _pytest.mark import ParameterSet
 
-from minillm.course import build, check, checks, lesson
+from minillm.course import check, checks
+from minillm.course.making import build, lesson
 from tests.course import mutants
 
 for package in (checks, mutants):

@@ -8,7 +8,8 @@ import types
 import nbformat
 import pytest
 
-from minillm.course import colab, export, submission
+from minillm.course.grading import submission
+from minillm.course.making import colab, export
 from minillm.errors import ConfigError
 
 REPOSITORY = colab.Repository("ada", "course", "term-2")

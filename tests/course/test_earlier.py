@@ -4,7 +4,7 @@ import nbformat
 import pytest
 
 from minillm import LLM, SamplingParams, using
-from minillm.course import earlier
+from minillm.course.grading import earlier
 
 MERGES = next(part for part in earlier.PARTS if part.exercises == ("bpe_merge",))
 RIGHT = """

@@ -10,7 +10,7 @@ import sys
 import jupytext
 import pytest
 
-from minillm.course import build, export
+from minillm.course.making import build, export
 from minillm.errors import ConfigError
 
 

@@ -3,7 +3,8 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from minillm.course import build, describe
+from minillm.course import describe
+from minillm.course.making import build
 from minillm.errors import ConfigError
 
 CELL = """\

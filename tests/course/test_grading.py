@@ -9,8 +9,9 @@ import nbformat
 import pytest
 from nbformat import v4
 
-from minillm.course import checks, grade_table, grading
-from minillm.course.grading import Graded, Outcome
+from minillm.course import checks
+from minillm.course.grading import grade_table, grading
+from minillm.course.grading.grading import Graded, Outcome
 from minillm.errors import ConfigError
 
 LESSONS = {"00": ["rms_norm", "step_work"], "09": ["slots_of"]}
@@ -233,7 +234,7 @@ def test_a_pass_whose_code_should_be_read_does_not_look_like_the_others():
 
 
 def test_every_exercise_belongs_to_a_lesson():
-    from minillm.course import judge
+    from minillm.course.grading import judge
 
     lessons = {judge._lesson(each) for each in checks.every().values()}
     assert lessons == {path.stem[:2] for path in (grading.PACKAGE.parent / "notebooks").glob("*.ipynb")}

@@ -5,7 +5,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minillm.course import checks, grading, judge
+from minillm.course import checks
+from minillm.course.grading import grading, judge
 
 SIGNATURE = "def continue_text(model, prompt, max_tokens, end):\n"
 RIGHT = """

@@ -4,8 +4,8 @@ import nbformat
 import pytest
 from nbformat import v4
 
-from minillm.course import lab
-from minillm.course.build import NOTEBOOKS
+from minillm.course.making import lab
+from minillm.course.making.build import NOTEBOOKS
 
 
 @pytest.fixture

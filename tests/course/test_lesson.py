@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from minillm.course import lesson
+from minillm.course.making import lesson
 
 CELL = '''\
 def plus(a, b):
@@ -105,10 +105,12 @@ def test_engine_code_is_inserted_with_its_location(tmp_path):
 
 
 def test_a_long_listing_is_folded(tmp_path):
-    (tmp_path / "98_trial.py").write_text("# %%\n# ENGINE: minillm.course.lesson:convert\n")
+    (tmp_path / "98_trial.py").write_text("# %%\n# ENGINE: minillm.course.making.lesson:convert\n")
     text = lesson.convert(tmp_path / "98_trial.py").cells[0].source
-    lines = len(lesson.engine_source("minillm.course.lesson", "convert").splitlines())
-    shown = f"<summary>Show <code>convert</code>, {lines} lines from <code>minillm/course/lesson.py</code></summary>"
+    lines = len(lesson.engine_source("minillm.course.making.lesson", "convert").splitlines())
+    shown = (
+        f"<summary>Show <code>convert</code>, {lines} lines from <code>minillm/course/making/lesson.py</code></summary>"
+    )
     assert lines > lesson.LISTING_LINES and text.startswith(f"<details>\n{shown}\n\n```python\ndef convert(")
     assert text.endswith("\n```\n\n</details>")
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from minillm.course import run
+from minillm.course.making import run
 
 
 @pytest.mark.parametrize(("second", "status"), [("print('well')", 0), ("raise SystemExit('a mistake')", 1)])

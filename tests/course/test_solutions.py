@@ -20,8 +20,9 @@ from torch import Tensor
 from minillm import LLM, SamplingParams, Tokenizer
 from minillm.advice import sizing
 from minillm.bench import serve, workloads
-from minillm.course import adapters, build, checks, lesson, step_time
+from minillm.course import adapters, checks, step_time
 from minillm.course.interpret import kernel_device, surrounded
+from minillm.course.making import build, lesson
 from minillm.kv_cache import BlockPool, LayerCache, OutOfBlocks
 from minillm.kv_cache import block_pool as kv_cache
 from minillm.model.config import PRESETS

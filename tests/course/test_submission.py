@@ -2,7 +2,7 @@
 
 import pytest
 
-from minillm.course import submission
+from minillm.course.grading import submission
 
 
 def names_of(cells, name):

@@ -7,7 +7,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 from nbformat import v4
 
-from minillm.course import build
+from minillm.course.making import build
 
 SOURCE = """\
 # %% [markdown]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.course.export import FOLDERS, export
+from minillm.course.making.export import FOLDERS, export
 from minillm.folders import LINKED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ else:
 
 COURSE = """
 from minillm.course import doctor
-from minillm.course.grading import Judge
+from minillm.course.grading.grading import Judge
 print(*(each.found for each in doctor.examine() if each.name in ("checkout", "package")))
 judge = Judge()
 print(len(judge.exercises) > 30)

@@ -10,7 +10,7 @@ import sys
 import nbformat
 import pytest
 
-from minillm.course import build
+from minillm.course.making import build
 from tests.project.makefile import ROOT, pytest_arguments
 
 SOURCE = """\

@@ -15,7 +15,7 @@ import pytest
 from matplotlib import image
 
 from minillm.bench import batching, records
-from minillm.course import build, lab, lesson
+from minillm.course.making import build, lab, lesson
 from tools import lesson_minutes
 
 ROOT = Path(__file__).resolve().parents[2]

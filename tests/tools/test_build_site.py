@@ -9,7 +9,7 @@ from bs4 import BeautifulSoup
 from nbformat import read, v4
 
 from minillm.bench import records
-from minillm.course.lesson import BANNER
+from minillm.course.making.lesson import BANNER
 from tests.project.makefile import ROOT
 from tools import build_site
 from tools.site import extension, figures, lessons, links, plots

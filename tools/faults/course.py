@@ -2,8 +2,8 @@
 
 from . import Fault
 
-CHECKS, LESSON = "minillm/course/checks/__init__.py", "minillm/course/lesson.py"
-JUDGE = "minillm/course/judge.py"
+CHECKS, LESSON = "minillm/course/checks/__init__.py", "minillm/course/making/lesson.py"
+JUDGE = "minillm/course/grading/judge.py"
 HELD_OUT, HELD_OUT_TESTS = "minillm/course/held_out.py", "tests/course/test_held_out.py"
 
 FAULTS = (
@@ -46,7 +46,7 @@ FAULTS = (
     ),
     Fault(
         "a function that fails its check serves with everything that the learner wrote",
-        "minillm/course/earlier.py",
+        "minillm/course/grading/earlier.py",
         ".examine(candidate) if each.problem]",
         ".examine(candidate) if each.needs]",
         "tests/course/test_earlier.py -k wrong_or_missing",
@@ -60,14 +60,14 @@ FAULTS = (
     ),
     Fault(
         "a corrected lesson replaces a copy that the learner changed",
-        "minillm/course/lab.py",
+        "minillm/course/making/lab.py",
         "(path.name in copied and _held(path) == copied[path.name])",
         "True",
         "tests/course/test_lab.py",
     ),
     Fault(
         "a learner's copy carries the outputs",
-        "minillm/course/lab.py",
+        "minillm/course/making/lab.py",
         "cell.outputs, cell.execution_count = [], None",
         "cell.execution_count = None",
         "tests/course/test_lab.py",
@@ -81,7 +81,7 @@ FAULTS = (
     ),
     Fault(
         "a long listing is not folded",
-        "minillm/course/lesson.py",
+        "minillm/course/making/lesson.py",
         "<= LISTING_LINES:",
         "<= 10_000:",
         "tests/course/test_lesson.py",
@@ -137,28 +137,28 @@ FAULTS = (
     ),
     Fault(
         "submissions are checked with the grader's environment",
-        "minillm/course/grading.py",
+        "minillm/course/grading/grading.py",
         "kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}",
         "kept = dict(os.environ)",
         "tests/course/test_judge.py -k environment",
     ),
     Fault(
         "the grader runs statements that an exercise does not need",
-        "minillm/course/submission.py",
+        "minillm/course/grading/submission.py",
         "return [each for count, each in enumerate(every) if count in wanted]",
         "return list(every)",
         "tests/course/test_submission.py -k only_what",
     ),
     Fault(
         "a learner's text is a formula in the table",
-        "minillm/course/grade_table.py",
+        "minillm/course/grading/grade_table.py",
         "rows.writerow([_inert(cell) for cell in cells])",
         "rows.writerow(cells)",
         "tests/course/test_grading.py -k csv",
     ),
     Fault(
         "the learners' copy has the talking points",
-        "minillm/course/export.py",
+        "minillm/course/making/export.py",
         '"docs/talking_points.md", ',
         "",
         "tests/course/test_export.py -k no_solution",

@@ -43,7 +43,7 @@ def _link(found: re.Match[str]) -> str:
 def _inline_formula(writer, node) -> None:
     from docutils.nodes import SkipNode
 
-    from minillm.course.build import mathml
+    from minillm.course.making.build import mathml
 
     writer.body.append(mathml(node.astext(), "inline"))
     raise SkipNode
@@ -52,7 +52,7 @@ def _inline_formula(writer, node) -> None:
 def _block_formula(writer, node) -> None:
     from docutils.nodes import SkipNode
 
-    from minillm.course.build import mathml
+    from minillm.course.making.build import mathml
 
     writer.body.append(f'<div class="formula">{mathml(node.astext(), "block")}</div>')
     raise SkipNode

@@ -4,7 +4,7 @@ import copy
 
 from nbformat import NotebookNode, v4
 
-from minillm.course.lesson import BANNER
+from minillm.course.making.lesson import BANNER
 
 SOLUTION, GUESS = "solution", "prediction used below"
 

@@ -1,6 +1,6 @@
 """Run lessons' sources, with solutions, as plain scripts on this machine's tier, and record their output.
 
-    python -m minillm.course.run 00 01 --json lessons
+    python -m minillm.course.making.run 00 01 --json lessons
 
 Needs no Jupyter: a source is a Python script.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from minillm.bench import records
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
 SOURCES = NOTEBOOKS / "source"
 SOLUTIONS = NOTEBOOKS / "solutions"  # where scripts run: lesson 99 reads the other lessons' notebooks there
 
@@ -35,7 +35,7 @@ def run(source: Path) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m minillm.course.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m minillm.course.making.run", description=__doc__)
     parser.add_argument("names", nargs="*", help="first characters of lessons' names; default: all")
     parser.add_argument("--json", type=Path, help="write the record there; a name without suffix: to data/results/")
     options = parser.parse_args(arguments)

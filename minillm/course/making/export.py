@@ -11,11 +11,12 @@ from pathlib import Path
 
 import nbformat
 
-from minillm.course.colab import Repository
 from minillm.errors import ConfigError
 from minillm.folders import LINKS
 
-ROOT = Path(__file__).resolve().parents[2]
+from .colab import Repository
+
+ROOT = Path(__file__).resolve().parents[3]
 FILES: tuple[str, ...] = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
 FILES += ("make.py", "setup.py", "pyproject.toml", "requirements.lock", "environment.yml")
 FILES += ("Dockerfile", ".dockerignore")

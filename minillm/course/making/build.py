@@ -22,7 +22,7 @@ from minillm.errors import ConfigError, MinillmError
 from . import lab
 from .lesson import LEARNER, SOLUTION, convert
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NOTEBOOKS = ROOT / "notebooks"
 CLEAN = NOTEBOOKS / "clean"  # without outputs
 DEMO = "99_serve_and_benchmark"
@@ -184,7 +184,7 @@ def demo() -> Path:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m minillm.course.build", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m minillm.course.making.build", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     notebooks = commands.add_parser("notebooks", help="execute sources into notebooks/")
     notebooks.add_argument("names", nargs="*", help="first characters of lessons' names; default: all")

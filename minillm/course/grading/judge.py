@@ -32,7 +32,8 @@ import psutil
 from minillm.errors import MissingPackage
 from minillm.overrides import NotSolvedYet
 
-from . import checks, interpret, submission
+from .. import checks, interpret
+from . import submission
 
 PASSED, FAILED, NOT_ATTEMPTED, ERROR, TIMED_OUT = STATUSES = (
     "passed",

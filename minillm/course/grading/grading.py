@@ -36,8 +36,8 @@ MOST_BYTES = 32 << 20  # of a notebook: a lesson with its pictures has one or tw
 START_SECONDS = 300.0  # in which a judge must be ready: it imports torch
 GRACE_SECONDS = 60.0  # after an exercise's limit, in which the judge must answer
 KEPT_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
-STARTED = "import sys; sys.path[:0] = sys.argv[1:2]; sys.path += sys.argv[2:]; from minillm.course import judge; "
-STARTED += "judge.main()"
+STARTED = "import sys; sys.path[:0] = sys.argv[1:2]; sys.path += sys.argv[2:]; "
+STARTED += "from minillm.course.grading import judge; judge.main()"
 
 
 @dataclass(frozen=True)

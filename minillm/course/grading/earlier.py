@@ -19,8 +19,9 @@ from torch import Tensor
 
 from minillm.errors import ConfigError, MissingPackage
 
-from . import adapters, calibrated, checks, interpret, submission
-from .stubs import solved
+from .. import adapters, calibrated, checks, interpret
+from ..stubs import solved
+from . import submission
 from .submission import Names
 
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)

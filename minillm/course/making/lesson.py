@@ -21,7 +21,7 @@ from nbformat import NotebookNode, v4
 
 from minillm.errors import MinillmError
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 LEARNER, SOLUTION = "learner", "solution"
 KEPT = ("tags", "uncompared")  # a cell's metadata that notebooks keep; uncompared: why outputs may differ
