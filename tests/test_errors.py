@@ -18,17 +18,18 @@ BUILT_IN = {
     "minillm/bench/ablation.py": {"ValueError"},  # torch_attention, an operation like those in `minillm.ops`
     "minillm/bench/offline.py": {"RuntimeError"},  # fewer tokens than requested: a bug
     "minillm/bench/peers.py": {"RuntimeError"},
-    "minillm/course/adapters.py": {"ValueError"},  # lesson 02's exercise requires it of `append`
-    "minillm/course/checks/lesson_02.py": {"AssertionError"},
-    "minillm/course/checks/lesson_05.py": {"AssertionError"},
-    "minillm/course/checks/lesson_05_packed.py": {"AssertionError"},
-    "minillm/course/checks/lesson_07.py": {"AssertionError"},
-    "minillm/course/checks/lesson_07_numbers.py": {"AssertionError"},
-    "minillm/course/checks/lesson_08.py": {"AssertionError"},
-    "minillm/course/checks/lesson_08_choices.py": {"AssertionError"},
-    "minillm/course/checks/lesson_09.py": {"AssertionError"},
-    "minillm/course/checks/lesson_99.py": {"AssertionError"},
-    "minillm/course/interpret.py": {"RuntimeError"},  # inside a learner's kernel that never ends; its check reports it
+    "minillm/course/shared/adapters.py": {"ValueError"},  # lesson 02's exercise requires it of `append`
+    "minillm/course/lesson_02/checks.py": {"AssertionError"},
+    "minillm/course/lesson_05/checks.py": {"AssertionError"},
+    "minillm/course/lesson_05/checks_packed.py": {"AssertionError"},
+    "minillm/course/lesson_07/checks.py": {"AssertionError"},
+    "minillm/course/lesson_07/checks_numbers.py": {"AssertionError"},
+    "minillm/course/lesson_08/checks.py": {"AssertionError"},
+    "minillm/course/lesson_08/checks_choices.py": {"AssertionError"},
+    "minillm/course/lesson_09/checks.py": {"AssertionError"},
+    "minillm/course/lesson_99/checks.py": {"AssertionError"},
+    # inside a learner's kernel that never ends; its check reports it
+    "minillm/course/shared/interpret.py": {"RuntimeError"},
     "minillm/evaluate/perplexity.py": {"ValueError"},  # log-probabilities that its own request asked for
     "minillm/lazy_imports.py": {"AttributeError"},  # `getattr` requires it
     "minillm/model/saver.py": {"OSError"},  # the disk is full

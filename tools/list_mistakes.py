@@ -35,8 +35,8 @@ Written by `python tools/list_mistakes.py` from tests/course/mutants.
 
 def page() -> str:
     """Return the page. Triton has to interpret kernels: compiled, some mistakes are left out."""
-    from minillm.course import checks
     from minillm.course.making import build
+    from minillm.course.shared import checks
     from tests.course import mutants
 
     for module in pkgutil.iter_modules(mutants.__path__, f"{mutants.__name__}."):

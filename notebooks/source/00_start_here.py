@@ -21,18 +21,9 @@ import torch
 
 from minillm import LLM, SamplingParams, ops, using
 from minillm.bench import roofline
-from minillm.course import (
-    NotSolvedYet,
-    check,
-    compare,
-    describe,
-    doctor,
-    solved,
-    step_time,
-    tier,
-    yours,
-)
-from minillm.course import draw_steps as draw
+from minillm.course import NotSolvedYet, check, compare, describe, doctor, solved, tier, yours
+from minillm.course.lesson_00 import pictures as draw
+from minillm.course.lesson_00 import step_time
 
 # %% [markdown]
 # ## 1 · Is everything there? · 3 min

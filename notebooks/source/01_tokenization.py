@@ -19,18 +19,10 @@ from pathlib import Path
 
 import minillm
 from minillm import LLM, SamplingParams, Tokenizer, using
-from minillm.course import (
-    NotSolvedYet,
-    check,
-    compare,
-    describe,
-    solved,
-    tier,
-    vocabularies,
-    yours,
-)
-from minillm.course import draw_tokens as draw
-from minillm.course.draw_tokens import draw_tokens
+from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, yours
+from minillm.course.lesson_01 import pictures as draw
+from minillm.course.lesson_01 import vocabularies
+from minillm.course.lesson_01.pictures import draw_tokens
 
 llm = LLM(device=tier().device)
 tokenizer = llm.tokenizer
@@ -362,7 +354,7 @@ check(learn_merges)
 # digits are split one by one, and each run of newlines is a word of its own.
 
 # %%
-from minillm.course.vocabularies import cut, engines_learn
+from minillm.course.lesson_01.vocabularies import cut, engines_learn
 from minillm.evaluate.prompts import question_block
 from minillm.tokenizer.gemma import BYTE_TOKENS, SPACE, SPECIAL_TOKENS, SPLIT_PATTERN
 
@@ -500,7 +492,7 @@ print(SPLIT_PATTERN)
 guess_share = 5  # PREDICT: percent of the weights read in a step that are the table
 
 # %%
-from minillm.course.vocabularies import body_bytes, table_bytes
+from minillm.course.lesson_01.vocabularies import body_bytes, table_bytes
 from minillm.model.config import PRESETS
 
 MODELS = {"tiny-gemma": llm.model_config, "Gemma 2B": PRESETS["gemma-2b"]}

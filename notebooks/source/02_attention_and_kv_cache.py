@@ -16,19 +16,11 @@ import transformers
 from minillm import LLM, SamplingParams, using
 from minillm.advice import sizing
 from minillm.bench import records, roofline
-from minillm.course import (
-    NotSolvedYet,
-    adapters,
-    check,
-    compare,
-    describe,
-    probes,
-    solved,
-    tier,
-    yours,
-)
-from minillm.course import draw_attention as draw
-from minillm.course.shapes import SHAPES, print_shapes
+from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, yours
+from minillm.course.lesson_02 import pictures as draw
+from minillm.course.lesson_02 import probes
+from minillm.course.shared import adapters
+from minillm.course.shared.shapes import SHAPES, print_shapes
 from minillm.model.loader import EMBEDDED
 from minillm.ops.reference import gated_activation, linear, lm_head, rms_norm, rotary_embedding
 

@@ -15,11 +15,11 @@ import torch
 
 from minillm import LLM
 from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, triton_here
-from minillm.course import draw_kernels as draw
-from minillm.course.interpret import strays, surrounded, untouched
-from minillm.course.launches import empty, h200_times, h200_us, launches_of
-from minillm.course.planted import authors_test, product_by
-from minillm.course.stubs import raise_if_stub, same_text_with
+from minillm.course.lesson_03.planted import authors_test, product_by
+from minillm.course.shared import kernel_pictures as draw
+from minillm.course.shared.interpret import strays, surrounded, untouched
+from minillm.course.shared.launches import empty, h200_times, h200_us, launches_of
+from minillm.course.shared.stubs import raise_if_stub, same_text_with
 from minillm.model.config import PRESETS
 from minillm.ops import reference
 

@@ -24,19 +24,12 @@ import triton
 import triton.language as tl
 
 from minillm import LLM, SamplingParams
-from minillm.course import (
-    NotSolvedYet,
-    adapters,
-    attention_facts,
-    check,
-    compare,
-    describe,
-    solved,
-    tier,
-)
-from minillm.course import draw_tiles as draw
-from minillm.course.interpret import kernel_device
-from minillm.course.stubs import raise_if_stub
+from minillm.course import NotSolvedYet, check, compare, describe, solved, tier
+from minillm.course.lesson_04 import attention_facts
+from minillm.course.lesson_04 import pictures as draw
+from minillm.course.shared import adapters
+from minillm.course.shared.interpret import kernel_device
+from minillm.course.shared.stubs import raise_if_stub
 from minillm.kernels import paged_attention
 from minillm.model.config import PRESETS
 

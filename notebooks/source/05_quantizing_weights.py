@@ -15,19 +15,10 @@ import torch
 from minillm import LLM, SamplingParams, using
 from minillm.advice import sizing
 from minillm.bench import records
-from minillm.course import (
-    NotSolvedYet,
-    check,
-    compare,
-    describe,
-    gains,
-    solved,
-    weight_formats,
-    yours,
-)
-from minillm.course import draw_weights as draw
-from minillm.course.shapes import SHAPES
-from minillm.course.weight_formats import (
+from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
+from minillm.course.lesson_05 import pictures as draw
+from minillm.course.lesson_05 import weight_formats
+from minillm.course.lesson_05.weight_formats import (
     PackedBy,
     RoundedBy,
     groups_by,
@@ -35,6 +26,8 @@ from minillm.course.weight_formats import (
     report,
     rows_by,
 )
+from minillm.course.shared import gains
+from minillm.course.shared.shapes import SHAPES
 from minillm.quantization import Dense, Int4, Int8, int4
 
 llm = LLM(device="cpu", dtype="float64", enable_prefix_caching=False, num_blocks=64)

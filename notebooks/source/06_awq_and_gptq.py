@@ -18,8 +18,9 @@ import torch
 from minillm import LLM, SamplingParams, using
 from minillm.calibration.methods import Method, MethodRecipe
 from minillm.calibration.quantize import quantize
-from minillm.course import NotSolvedYet, calibrated, check, compare, describe, solved, yours
-from minillm.course import draw_calibration as draw
+from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
+from minillm.course.lesson_06 import calibrated
+from minillm.course.lesson_06 import pictures as draw
 
 _ = torch.set_printoptions(precision=3, sci_mode=False)
 original = calibrated.dense()  # tiny-gemma in float64

@@ -17,18 +17,11 @@ import torch
 from minillm import LLM, SamplingParams, using
 from minillm.advice import sizing
 from minillm.bench import records
-from minillm.course import (
-    NotSolvedYet,
-    check,
-    compare,
-    describe,
-    eight_bits,
-    gains,
-    solved,
-    yours,
-)
-from minillm.course import draw_activations as draw
-from minillm.course.shapes import SHAPES
+from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
+from minillm.course.lesson_07 import eight_bits
+from minillm.course.lesson_07 import pictures as draw
+from minillm.course.shared import gains
+from minillm.course.shared.shapes import SHAPES
 from minillm.quantization import Activations, Fp8, Int4, Int8
 from minillm.quantization.methods.hadamard import transform
 

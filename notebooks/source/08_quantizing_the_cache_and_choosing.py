@@ -15,22 +15,13 @@ import torch
 from minillm import LLM, SamplingParams, using
 from minillm.advice import sizing
 from minillm.advice.choosing import GPUS, Traffic, recommend
-from minillm.course import (
-    NotSolvedYet,
-    check,
-    choices,
-    compare,
-    describe,
-    draw_weights,
-    eight_bits,
-    four_bits,
-    held_out,
-    small_caches,
-    solved,
-    yours,
-)
-from minillm.course import draw_choices as draw
-from minillm.course.shapes import SHAPES
+from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
+from minillm.course.lesson_05 import pictures as draw_weights
+from minillm.course.lesson_07 import eight_bits
+from minillm.course.lesson_08 import choices, four_bits, small_caches
+from minillm.course.lesson_08 import pictures as draw
+from minillm.course.shared import held_out
+from minillm.course.shared.shapes import SHAPES
 from minillm.quantization import Int4
 
 plain = small_caches.model_with()  # tiny-gemma in float32

@@ -18,17 +18,10 @@ from minillm import LLM, SamplingParams, using
 from minillm.advice import sizing
 from minillm.bench import records, waste, workloads
 from minillm.bench.batching import LONGEST, SLOTS
-from minillm.course import (
-    NotSolvedYet,
-    adapters,
-    check,
-    compare,
-    describe,
-    paging,
-    solved,
-    yours,
-)
-from minillm.course import draw_memory as draw
+from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
+from minillm.course.lesson_09 import paging
+from minillm.course.lesson_09 import pictures as draw
+from minillm.course.shared import adapters
 from minillm.kv_cache import BlockPool, OutOfBlocks
 from minillm.kv_cache import block_pool as kv_cache
 from minillm.trace import Trace

@@ -21,18 +21,10 @@ import numpy as np
 
 from minillm import using
 from minillm.bench import records
-from minillm.course import (
-    NotSolvedYet,
-    batching,
-    check,
-    compare,
-    describe,
-    solved,
-    tier,
-    yours,
-)
-from minillm.course import draw_batching as draw
-from minillm.course.batching import run
+from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, yours
+from minillm.course.lesson_10 import pictures as draw
+from minillm.course.shared import batching
+from minillm.course.shared.batching import run
 from minillm.scheduler.policies import FirstComeFirstServed, ShortestPromptFirst
 
 # %% [markdown]

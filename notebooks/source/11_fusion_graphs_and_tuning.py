@@ -19,9 +19,9 @@ import numpy as np
 
 from minillm.bench import plots, records
 from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, triton_here
-from minillm.course import draw_kernels as draw
-from minillm.course.graph_sizes import padded_ms
-from minillm.course.launches import ATTENTION, five_launches, least_us, one_layer
+from minillm.course.lesson_11.graph_sizes import padded_ms
+from minillm.course.shared import kernel_pictures as draw
+from minillm.course.shared.launches import ATTENTION, five_launches, least_us, one_layer
 from minillm.model.config import PRESETS
 
 here = tier()

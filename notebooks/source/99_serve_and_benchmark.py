@@ -33,20 +33,10 @@ from minillm import LLM, using
 from minillm.bench import offline, records, roofline, serve, workloads
 from minillm.calibration.methods import Method, MethodRecipe
 from minillm.calibration.quantize import quantize
-from minillm.course import (
-    NotSolvedYet,
-    check,
-    compare,
-    describe,
-    full,
-    knee,
-    look_back,
-    report_card,
-    serving,
-    tier,
-)
-from minillm.course import draw_serving as draw
+from minillm.course import NotSolvedYet, check, compare, describe, full, look_back, tier
 from minillm.course.grading import earlier
+from minillm.course.lesson_99 import knee, report_card, serving
+from minillm.course.lesson_99 import pictures as draw
 from minillm.server import running
 
 # %% [markdown]

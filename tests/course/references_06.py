@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from minillm.course import calibrated
+from minillm.course.lesson_06 import calibrated
 from minillm.quantization.methods import awq
 from tests.course.references import against
 

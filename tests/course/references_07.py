@@ -2,7 +2,7 @@
 
 import torch
 
-from minillm.course import eight_bits
+from minillm.course.lesson_07 import eight_bits
 from minillm.ops import reference
 from minillm.quantization import Activations, Int8
 from minillm.quantization.activations import to_codes

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from minillm.course import choices, four_bits
+from minillm.course.lesson_08 import choices, four_bits
 from minillm.kv_cache.layer_cache import LayerCache, quantize
 from minillm.ops import AttentionOptions, Rows, reference
 from minillm.quantization import Mxfp4, Nvfp4, fp4

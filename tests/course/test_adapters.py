@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import minillm
-from minillm.course import adapters
+from minillm.course.shared import adapters
 from minillm.kv_cache import LayerCache
 from minillm.ops import AttentionOptions, Rows, reference
 from tests.chance import SEED

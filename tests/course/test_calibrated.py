@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minillm.calibration.methods import Method
-from minillm.course import calibrated
+from minillm.course.lesson_06 import calibrated
 from minillm.model.decoder import PROJECTIONS
 
 

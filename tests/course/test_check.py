@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from minillm import NotSolvedYet
-from minillm.course import check, checks, compare, doctor, look_back, predictions, solved, tier, yours
+from minillm.course import check, compare, doctor, look_back, solved, tier, yours
+from minillm.course.shared import checks, predictions
 from minillm.errors import ConfigError
 
 
@@ -342,7 +343,7 @@ def test_doctor_and_lessons_agree_whether_a_gpu_will_do(capability, gib, runs, m
 def test_the_gpu_tier_without_weights_uses_labeled_random_weights(monkeypatch):
     pretend_gpu(monkeypatch)
     monkeypatch.delenv("MINILLM_TIER", raising=False)
-    monkeypatch.setattr("minillm.course.tiers.gemma_directory", lambda: None)
+    monkeypatch.setattr("minillm.course.shared.tiers.gemma_directory", lambda: None)
     here = tier()
     assert (here.name, here.model, here.options["load_format"], here.trained) == ("gpu", "gemma-2b", "dummy", False)
     assert "random weights" in here.label

@@ -8,17 +8,18 @@ from importlib import import_module
 import pytest
 from _pytest.mark import ParameterSet
 
-from minillm.course import check, checks
+from minillm.course import check
 from minillm.course.making import build, lesson
+from minillm.course.shared import checks
 from tests.course import mutants
 
-for package in (checks, mutants):
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        import_module(module.name)
+checks.every()
+for module in pkgutil.iter_modules(mutants.__path__, f"{mutants.__name__}."):
+    import_module(module.name)
 
 WRITTEN = {f"lesson_{source.stem[:2]}": source for source in build.sources([])}
-EXERCISES = [  # of the modules lesson_09, lesson_09_keys, ...
-    pytest.param(exercise, WRITTEN[exercise.properties[0].holds.__module__.rsplit(".", 1)[-1][:9]], id=exercise.name)
+EXERCISES = [  # of the modules lesson_09.checks, lesson_09.checks_keys, ...
+    pytest.param(exercise, WRITTEN[exercise.properties[0].holds.__module__.split(".")[2]], id=exercise.name)
     for exercise in checks.EXERCISES.values()
 ]
 

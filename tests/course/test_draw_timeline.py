@@ -9,8 +9,8 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 from minillm import LLM, SamplingParams
-from minillm.course import draw_batching
-from minillm.course.draw_timeline import (
+from minillm.course.lesson_10 import pictures as draw_batching
+from minillm.course.lesson_10.timeline import (
     COLORS,
     DECODE,
     IDLE,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minillm.course import eight_bits
+from minillm.course.lesson_07 import eight_bits
 from minillm.quantization import Activations, Fp8, Int8
 
 

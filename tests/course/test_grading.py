@@ -9,9 +9,9 @@ import nbformat
 import pytest
 from nbformat import v4
 
-from minillm.course import checks
 from minillm.course.grading import grade_table, grading
 from minillm.course.grading.grading import Graded, Outcome
+from minillm.course.shared import checks
 from minillm.errors import ConfigError
 
 LESSONS = {"00": ["rms_norm", "step_work"], "09": ["slots_of"]}

@@ -8,7 +8,9 @@ import torch
 from minillm import LLM
 from minillm.calibration.folding import NORMS
 from minillm.calibration.forward import hidden_states
-from minillm.course import eight_bits, held_out, weight_formats
+from minillm.course.lesson_05 import weight_formats
+from minillm.course.lesson_07 import eight_bits
+from minillm.course.shared import held_out
 from minillm.quantization import Int4
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm.course.interpret import surrounded, untouched
+from minillm.course.shared.interpret import surrounded, untouched
 
 pytest.importorskip("triton", reason="triton is not installed here: it exists for Linux only")
 
@@ -53,7 +53,7 @@ def test_a_write_outside_a_tensor_is_detected(at):
 
 WATCHED = """
 import torch, triton, triton.language as tl
-from minillm.course.interpret import strays
+from minillm.course.shared.interpret import strays
 @triton.jit
 def copy(x_ptr, out_ptr, SIZE, TILE: tl.constexpr):
     at = tl.arange(0, TILE)
@@ -87,7 +87,7 @@ def test_strays_are_counted_and_have_no_effect(tmp_path):
 
 SHARED = """
 import torch, triton, triton.language as tl
-from minillm.course.interpret import strays
+from minillm.course.shared.interpret import strays
 @triton.jit
 def write(out_ptr, STEP, TILE: tl.constexpr):
     at = tl.program_id(0) * STEP + tl.arange(0, TILE)

@@ -5,8 +5,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minillm.course import checks
 from minillm.course.grading import grading, judge
+from minillm.course.shared import checks
 
 SIGNATURE = "def continue_text(model, prompt, max_tokens, end):\n"
 RIGHT = """
@@ -76,7 +76,7 @@ def test_a_submission_that_cannot_be_checked_is_an_error_and_the_next_one_is_che
     assert outcome(judges, SIGNATURE + RIGHT).status == "passed"
 
 
-PATCH = "    from minillm.course import checks\n"
+PATCH = "    from minillm.course.shared import checks\n"
 EACH = PATCH + "    import gc\n    for each in gc.get_objects():\n"
 WRITE = "    import os\n    for number in range(64):\n        try: {}\n        except OSError: pass\n"
 FORGED = r"""b'{"status": "passed", "said": "", "notes": []}\n'"""
@@ -88,12 +88,12 @@ REPLACED, EMPTIED, WROTE = "the notebook replaced ", "accepts a function without
     [
         (
             PATCH + "    checks.Exercise.examine = lambda *args: []\n",
-            REPLACED + "minillm.course.checks.Exercise.examine",
+            REPLACED + "minillm.course.shared.checks.Exercise.examine",
         ),
-        (PATCH + "    checks._problem = lambda *args: None\n", REPLACED + "minillm.course.checks._problem"),
+        (PATCH + "    checks._problem = lambda *args: None\n", REPLACED + "minillm.course.shared.checks._problem"),
         (
             PATCH + "    checks._problem.__code__ = (lambda prop, watched, candidate: None).__code__\n",
-            REPLACED + "minillm.course.checks._problem",
+            REPLACED + "minillm.course.shared.checks._problem",
         ),
         ("    import torch\n    torch.equal = lambda a, b: True\n", REPLACED + "torch.equal"),
         ("    import torch\n    torch.Tensor.sum = lambda self: 0\n", "the notebook added torch.Tensor.sum"),
@@ -127,8 +127,11 @@ def test_a_wrong_solution_that_changes_the_checker_or_writes_a_verdict_does_not_
 
 
 def test_the_engines_own_function_is_no_attempt(judges):
-    found = judges.check("slots_of", ["from minillm.course.adapters import slots_of"], LONG)
-    assert (found.status, found.said) == ("not attempted", "it is the engine's own, from minillm.course.adapters")
+    found = judges.check("slots_of", ["from minillm.course.shared.adapters import slots_of"], LONG)
+    assert (found.status, found.said) == (
+        "not attempted",
+        "it is the engine's own, from minillm.course.shared.adapters",
+    )
     assert found.notes == ("the engine's slots_of",)
 
 
@@ -179,7 +182,7 @@ def test_a_submission_sees_no_environment_and_no_notebooks(judges):
 
 def test_a_submission_that_writes_into_the_checkers_files_is_an_error(judges):
     body = "    import os, minillm\n    folder = os.path.dirname(minillm.__file__)\n"
-    body += "    open(os.path.join(folder, 'course', 'checks', 'lesson_00.py'), 'w').close()\n"
+    body += "    open(os.path.join(folder, 'course', 'lesson_00', 'checks.py'), 'w').close()\n"
     found = outcome(judges, SIGNATURE + body + WRONG)
     assert found.status == "error" and "changed the files of the checkers" in found.said
     assert Path(checks.find("continue_text").properties[0].holds.__code__.co_filename).stat().st_size > 0

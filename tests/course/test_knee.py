@@ -2,7 +2,7 @@
 
 import pytest
 
-from minillm.course import knee, serving
+from minillm.course.lesson_99 import knee, serving
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import torch
 
 from minillm import LLM, SamplingParams, using
 from minillm.bench import records
-from minillm.course import choices, eight_bits, four_bits, held_out, small_caches
+from minillm.course.lesson_07 import eight_bits
+from minillm.course.lesson_08 import choices, four_bits, small_caches
+from minillm.course.shared import held_out
 from minillm.kv_cache.layer_cache import quantize
 from minillm.quantization import Mxfp4, Nvfp4
 from minillm.quantization.methods.straight_through import fake_quantize

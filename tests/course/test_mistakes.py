@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from minillm.course import checks, triton_here
+from minillm.course import triton_here
+from minillm.course.shared import checks
 from minillm.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,8 +3,8 @@
 import pytest
 
 from minillm.bench import records
-from minillm.course import report_card
-from minillm.course.report_card import PRECISIONS
+from minillm.course.lesson_99 import report_card
+from minillm.course.lesson_99.report_card import PRECISIONS
 from minillm.evaluate.compare import Loss
 
 ROWS = records.read(report_card.RECORD)["results"]

@@ -3,7 +3,7 @@
 import pytest
 
 from minillm.bench import records
-from minillm.course import serving
+from minillm.course.lesson_99 import serving
 
 
 def test_query_patterns_count_output_tokens_and_all_tokens():

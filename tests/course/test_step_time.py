@@ -4,7 +4,7 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.bench import roofline
-from minillm.course import step_time
+from minillm.course.lesson_00 import step_time
 
 
 @pytest.fixture(scope="module")

@@ -68,13 +68,18 @@ def test_an_error_names_the_line_of_its_cell():
     ("text", "found"),
     [
         ("def wanted():\n    return sum([1])", []),
-        ("from minillm.course.graph_sizes import padded_ms\ndef wanted():\n    return padded_ms", []),
+        ("from minillm.course.lesson_11.graph_sizes import padded_ms\ndef wanted():\n    return padded_ms", []),
         ("def wanted():\n    import gc, os.path\n    return getattr(gc, '__eq__')", ["__eq__", "gc", "getattr", "os"]),
-        ("from minillm.course.adapters import wanted", ["the engine's wanted"]),
-        ("from minillm.course.adapters import wanted as w\nwanted = w", ["the engine's wanted"]),
-        ("from minillm.course import serving\nwanted = serving.wanted", ["the engine's wanted"]),
+        ("from minillm.course.shared.adapters import wanted", ["the engine's wanted"]),
+        ("from minillm.course.shared.adapters import wanted as w\nwanted = w", ["the engine's wanted"]),
+        ("from minillm.course.lesson_99 import serving\nwanted = serving.wanted", ["the engine's wanted"]),
         ("def wanted(n):\n    return n and wanted(n - 1)", []),
-        ("from minillm.course import checks\ndef wanted():\n    return checks.EXERCISES", ["EXERCISES", "checks"]),
+        (
+            "from minillm.course.shared import checks\ndef wanted():\n    return checks.EXERCISES",
+            ["EXERCISES", "checks"],
+        ),
+        ("from minillm.course.lesson_11.checks import least_ms\ndef wanted():\n    return least_ms", ["checks"]),
+        ("from minillm.course.lesson_09 import checks_keys\ndef wanted():\n    return checks_keys", ["checks_keys"]),
         ("class Yes:\n    def __eq__(self, other): ...\ndef wanted():\n    return Yes()", ["__eq__"]),
     ],
 )

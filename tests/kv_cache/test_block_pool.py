@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minillm.course import checks
+from minillm.course.shared import checks
 from minillm.kv_cache import BlockPool, prefix_keys
 
 pytestmark = pytest.mark.key

@@ -1,6 +1,7 @@
 """The packages and modules of minillm form layers: each imports only those below it."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Set
@@ -127,6 +128,18 @@ def test_no_files_import_each_other_in_a_circle():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" <- ".join(error.args[1])) from None
+
+
+def test_a_lessons_folder_imports_no_later_lesson_and_what_lessons_share_imports_none():
+    trees = dict(modules())
+    lesson = re.compile(r"minillm\.course\.(lesson_\d\d)\.")
+    wrong = []
+    for name, tree in trees.items():
+        if name.startswith(("minillm.course.lesson_", "minillm.course.shared.")):
+            here = found[1] if (found := lesson.match(name)) else ""
+            there = {found[1] for each in files_imported(name, tree, trees.keys()) if (found := lesson.match(each))}
+            wrong += [f"{name} imports {each}" for each in there if each > here]
+    assert not wrong, wrong
 
 
 def test_no_two_rooms_have_classes_of_one_name():

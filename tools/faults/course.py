@@ -2,14 +2,14 @@
 
 from . import Fault
 
-CHECKS, LESSON = "minillm/course/checks/__init__.py", "minillm/course/making/lesson.py"
+CHECKS, LESSON = "minillm/course/shared/checks.py", "minillm/course/making/lesson.py"
 JUDGE = "minillm/course/grading/judge.py"
-HELD_OUT, HELD_OUT_TESTS = "minillm/course/held_out.py", "tests/course/test_held_out.py"
+HELD_OUT, HELD_OUT_TESTS = "minillm/course/shared/held_out.py", "tests/course/test_held_out.py"
 
 FAULTS = (
     Fault(
         "a BPE merge in a single pass over the ranks passes the check",
-        "minillm/course/checks/lesson_01.py",
+        "minillm/course/lesson_01/checks.py",
         '    same(fn(list("abcd"), ranked("ab c", "a b", "c d")), ["abc", "d"])\n'
         '    same(fn(list("abab"), ranked("ab a", "a b")), ["aba", "b"])\n'
         '    same(fn(list("abcab"), ranked("abc a", "ab c", "a b")), ["abca", "b"])\n',
@@ -39,7 +39,7 @@ FAULTS = (
     ),
     Fault(
         "a lesson's cache is one block short",
-        "minillm/course/adapters.py",
+        "minillm/course/shared/adapters.py",
         "used = blocks[: -(-length // cache.k.shape[1])]",
         "used = blocks[: length // cache.k.shape[1]]",
         "tests/course/test_adapters.py -k equals_the_engines",
@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Fault(
         "a waiting row is drawn as idle",
-        "minillm/course/draw_timeline.py",
+        "minillm/course/lesson_10/timeline.py",
         "states[row : row + 1, first:end] = WAITS",
         "states[row : row + 1, first:end] = IDLE",
         "tests/course/test_draw_timeline.py -k row_waits",
@@ -74,7 +74,7 @@ FAULTS = (
     ),
     Fault(
         "lessons run on a GPU that the doctor advises against",
-        "minillm/course/tiers.py",
+        "minillm/course/shared/tiers.py",
         "problem = gpu_problem() if",
         "problem = None if",
         "tests/course/test_check.py",
@@ -109,21 +109,21 @@ FAULTS = (
     ),
     Fault(
         "the speed with an 8-bit cache is shown as that of a 16-bit one",
-        "minillm/course/choices.py",
+        "minillm/course/lesson_08/choices.py",
         'if row["kv_cache_dtype"] == "bfloat16"',
         'if row["kv_cache_dtype"]',
         "tests/course/test_lesson_08.py -k 16_bit_cache",
     ),
     Fault(
         "attention on a learner's codes sees the next token",
-        "minillm/course/small_caches.py",
+        "minillm/course/lesson_08/small_caches.py",
         "torch.arange(length - len(q), length,",
         "torch.arange(length - len(q) + 1, length + 1,",
         "tests/course/test_lesson_08.py -k learners_cache",
     ),
     Fault(
         "a student's rounded weights pass no gradient on",
-        "minillm/course/four_bits.py",
+        "minillm/course/lesson_08/four_bits.py",
         "return self.rounded(self.matrix)",
         "return self.rounded(self.matrix.detach())",
         "tests/course/test_lesson_08.py -k learns",

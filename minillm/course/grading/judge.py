@@ -32,7 +32,7 @@ import psutil
 from minillm.errors import MissingPackage
 from minillm.overrides import NotSolvedYet
 
-from .. import checks, interpret
+from ..shared import checks, interpret
 from . import submission
 
 PASSED, FAILED, NOT_ATTEMPTED, ERROR, TIMED_OUT = STATUSES = (
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _lesson(exercise: checks.Exercise) -> str:
-    """The number of the lesson that an exercise belongs to, from its checker's module: lesson_09, lesson_09_keys."""
+    """The number of the lesson that an exercise belongs to, from its checker's module: lesson_09.checks_keys."""
     return exercise.properties[0].holds.__module__.rpartition(".lesson_")[2][:2]
 
 

@@ -10,6 +10,7 @@ import re
 import symtable
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Names = dict[str, Any]
@@ -27,6 +28,7 @@ _REVEALING = {
 }
 _REVEALING |= {"ctypes", "gc", "inspect", "importlib", "multiprocessing", "os", "signal", "subprocess", "sys"}
 _REVEALING |= {"threading", "eval", "exec", "open", "__import__", "checks", "EXERCISES"}
+_REVEALING |= {path.stem for path in Path(__file__).resolve().parents[1].glob("lesson_*/checks*.py")}
 _REVEALING |= {"builtins", "glob", "pathlib", "read_text", "write_text", "shutil", "socket", "urllib"}
 _REVEALING |= {"getattr", "__globals__", "__builtins__"}
 _REVEALING |= {"__eq__", "__ne__", "__bool__", "__getattribute__", "__torch_function__", "__torch_dispatch__"}

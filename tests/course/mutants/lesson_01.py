@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from itertools import pairwise
 
-from minillm.course.vocabularies import counting_learn, engines_learn, scanning_merge
+from minillm.course.lesson_01.vocabularies import counting_learn, engines_learn, scanning_merge
 from minillm.tokenizer import bpe
 from minillm.tokenizer.training import join_pair
 from tests.course.mutants import wrong

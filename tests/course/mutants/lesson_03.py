@@ -5,7 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from minillm.course.interpret import INTERPRETED, how_kernels_run
+from minillm.course.shared.interpret import INTERPRETED, how_kernels_run
 from tests.course.mutants import wrong
 
 # ---- GeGLU

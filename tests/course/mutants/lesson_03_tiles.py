@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from minillm.course.interpret import INTERPRETED, how_kernels_run
+from minillm.course.shared.interpret import INTERPRETED, how_kernels_run
 from tests.course.mutants import wrong
 
 # ---- a tile of rows and columns

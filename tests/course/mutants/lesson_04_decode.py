@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minillm.course.interpret import INTERPRETED, how_kernels_run
+from minillm.course.shared.interpret import INTERPRETED, how_kernels_run
 from minillm.ops import AttentionOptions, Rows, reference
 from tests.course.mutants import wrong
 

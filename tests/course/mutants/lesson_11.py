@@ -3,7 +3,7 @@
 import statistics
 from itertools import combinations, pairwise
 
-from minillm.course.graph_sizes import padded_ms
+from minillm.course.lesson_11.graph_sizes import padded_ms
 from tests.course.mutants import wrong
 
 # ---- a launch from a measured table

@@ -1,0 +1,266 @@
+"""Lesson 05's set-ups: the engine on weights that a learner's functions round, pack and multiply; how good it is then.
+
+with weight_formats.weights(llm, {"layers.*": RoundedBy(Int8(), mine)}):
+    llm.generate(...)
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minillm.calibration.folding import NORMS
+from minillm.calibration.outliers import plant_outliers
+from minillm.engine import LLM
+from minillm.evaluate import load_text
+from minillm.model.decoder import Model
+from minillm.model.modules import modules
+from minillm.ops import reference
+from minillm.quantization import Activations, Codes, DenseWeight, Format, Int4, Int4Weight, Recipe, Weight, int4
+
+from ..shared.held_out import HeldOut
+
+# ---- what lessons fall back to until an exercise is solved
+
+
+def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """weight [rows, in] -> codes [rows, in] int8, scales [rows, 1]: `int8.quantize` for any number of bits up to 8."""
+    top = 2 ** (bits - 1) - 1
+    scales = weight.abs().amax(1, keepdim=True) / top
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return (weight / scales).round().to(torch.int8), scales
+
+
+def quantize_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """weight [rows, in] -> codes [rows, in] int8, scales [rows, groups], zeros [rows, groups] int8; four bits."""
+    grouped = weight.view(len(weight), -1, group_size)
+    scales, zeros = int4.scales_of(grouped, Int4(group_size, symmetric=False))
+    assert zeros is not None
+    return int4.round_to_int4(grouped, scales, zeros).view_as(weight), scales, zeros
+
+
+def packed_linear(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """x [tokens, in], packed [out, in / 2], scales and zeros [out, groups] -> [tokens, out]."""
+    return x @ Codes(int4.unpack(packed), scales, zeros).dequantize().to(x.dtype).t()
+
+
+# ---- the engine on other weights
+
+
+@dataclass(frozen=True)
+class RoundedBy:
+    """A format of the engine's whose weights are rounded by another function: weight [rows, in] -> Codes."""
+
+    format: Format
+    round: Callable[[Tensor], Codes]
+    name: str = "rounded by a function"
+
+    def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> Weight:
+        weight: Any = self.format.empty(out, inputs, bias, dtype=dtype, device=device)
+        weight.round = self.round  # `load` calls it
+        return weight
+
+    @property
+    def activations(self) -> Activations | None:
+        return self.format.activations
+
+
+def rows_by(quantize: Callable, bits: int) -> Callable[[Tensor], Codes]:
+    """A function of exercise 1's form, for `RoundedBy`."""
+    return lambda weight: Codes(*quantize(weight, bits))
+
+
+def groups_by(quantize: Callable, group_size: int) -> Callable[[Tensor], Codes]:
+    """A function of exercise 2's form, for `RoundedBy`."""
+    return lambda weight: Codes(*quantize(weight, group_size))
+
+
+@dataclass(frozen=True)
+class PackedBy:
+    """Int4 with zero points, whose codes another function packs: codes [rows, in] int8 -> [rows, in / 2] uint8."""
+
+    format: Int4
+    pack: Callable[[Tensor], Tensor]
+    name: str = "packed by a function"
+
+    def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> Weight:
+        weight, pack = self.format.empty(out, inputs, bias, dtype=dtype, device=device), self.pack
+
+        def fill(rows: range, codes: Codes) -> None:
+            Int4Weight.fill(weight, rows, codes)
+            weight.packed[rows.start : rows.stop] = pack(codes.codes)
+
+        setattr(weight, "fill", fill)  # noqa: B010 - of this object only
+        return weight
+
+    @property
+    def activations(self) -> Activations | None:
+        return self.format.activations
+
+
+@contextmanager
+def weights(llm: LLM, rules: Mapping[str, Any]) -> Iterator[Model]:
+    """Run the engine on weights in other formats until the block ends. rules: as those of a `Recipe`.
+
+    The engine must be idle, and must not cache prefixes: keys of other weights would be found.
+    """
+    model, recipe = llm.engine.model, Recipe(rules)
+    before = model.addressed()
+    try:
+        for address, parts in modules(model.config).items():
+            old, format = before[address], recipe.format(address)
+            if format.name == "dense":
+                continue
+            matrix = old.dequantize()
+            out, inputs = matrix.shape
+            new = format.empty(out, inputs, old.bias is not None, dtype=model.dtype, device=model.device)
+            for part in parts:
+                new.load("weight", part.rows, iter([matrix[part.rows.start : part.rows.stop].contiguous()]))
+            new.bias = old.bias
+            _place(model, address, new)
+        yield model
+    finally:
+        for address, old in before.items():
+            _place(model, address, old)
+
+
+def _place(model: Model, address: str, weight: Weight) -> None:
+    if address.startswith("layers."):
+        _, index, name = address.split(".")
+        setattr(model.layers[int(index)], name, weight)
+        return
+    if address == "head" and model.head is model.embedding:
+        model.embedding = weight
+    setattr(model, address, weight)
+
+
+def bytes_of(model: Model) -> int:
+    """Bytes of the layers' matrices; numbers of more than 16 bits count as the 16 that a served model stores."""
+    found = (tensor for name, weight in model.addressed().items() if name != "head" for tensor in weight.stored())
+    return sum(tensor.numel() * min(2, tensor.itemsize) for tensor in found)
+
+
+@contextmanager
+def planted_outliers(llm: LLM, columns: int = 4, times: float = 10.0, seed: int = 0) -> Iterator[Model]:
+    """Multiply some columns of two matrices in each layer, and divide what makes their inputs.
+
+    columns: as many of each matrix; they must divide hidden_size.
+    The model computes the same; only rounding its weights shows the difference.
+    """
+    model, share = llm.engine.model, llm.engine.model.config.hidden_size // columns
+    before = []
+    for layer in model.layers:
+        for name, norm in NORMS.items():
+            weight = getattr(layer, name)
+            assert isinstance(weight, DenseWeight)
+            before += [(tensor, tensor.clone()) for tensor in (weight.weight, getattr(layer, norm))]
+    try:
+        with torch.inference_mode():
+            plant_outliers(model, tuple(NORMS), larger=1 / times, share=share, seed=seed)
+        yield model
+    finally:
+        with torch.inference_mode():
+            for tensor, saved in before:
+                tensor.copy_(saved)
+
+
+def linear_by(multiply: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Callable[[Tensor, Weight], Tensor]:
+    """The engine's `linear`, with the products of packed weights computed by a function of exercise 4's form."""
+
+    def linear(x: Tensor, weight: Weight) -> Tensor:
+        if isinstance(weight, Int4Weight) and weight.zeros is not None:
+            return multiply(x, weight.packed, weight.scales, weight.zeros)
+        return reference.linear(x, weight)
+
+    return linear
+
+
+# ---- numbers
+
+
+def small_floats() -> list[float]:
+    """The numbers from 1/32 to 1.75, of both signs, of a floating-point format with 2 bits of mantissa."""
+    return [sign * 2.0**power * (1 + part / 4) for sign in (-1, 1) for power in range(-5, 1) for part in range(4)]
+
+
+# ---- how good it is
+
+
+@dataclass(frozen=True)
+class Found:
+    """How good a model is on a text, compared with the model before.
+
+    perplexity   of the text
+    divergence   mean over all positions of KL(before || now), in nats
+    agreement    share of positions with the same most likely token
+    """
+
+    perplexity: float
+    divergence: float
+    agreement: float
+
+
+def report(rows: Mapping[str, Found]) -> None:
+    """Print a table: a line for each measurement."""
+    wide = max(24, *map(len, rows))
+    print(f"{'':{wide}} perplexity     KL, nats  same top")
+    for name, each in rows.items():
+        print(f"{name:{wide}} {each.perplexity:10.3f} {each.divergence:12.6f} {each.agreement:9.1%}")
+
+
+class Quality:
+    """Measure a model on stretches of the held-out text, always against the model at the time this object is made."""
+
+    def __init__(self, llm: LLM, rows: int = 6, length: int = 256):
+        tokenizer, self.model = llm.tokenizer, llm.engine.model
+        assert tokenizer is not None
+        ids = tokenizer.encode(load_text(), add_special_tokens=False)
+        starts = torch.linspace(0, len(ids) - length, rows).long().tolist()
+        stretches = [[*tokenizer.prefix, *ids[start:]][:length] for start in starts]
+        self.text = HeldOut(self.model, torch.tensor(stretches))
+
+    def measure(self) -> Found:
+        now = self.text.predictions(self.model)
+        divergence, agreement = (each[:, :-1].double().mean().item() for each in (now.divergence, now.same_top))
+        return Found(now.perplexity, max(0.0, divergence), agreement)
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor that an operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(each, Tensor) and not _is_view(func):
+                self.numel = max(self.numel, each.numel())
+        return out
+
+
+def _is_view(func: Any) -> bool:
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+
+
+def largest_tensor(function: Callable, *given: Any) -> int:
+    """Elements of the largest tensor that a call makes; views of what was there do not count."""
+    with _Largest() as seen:
+        function(*given)
+    return seen.numel
+
+
+def seconds(function: Callable[[], Any], runs: int = 3) -> float:
+    """The shortest time of a few calls."""
+    times = []
+    for _ in range(runs):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return min(times)

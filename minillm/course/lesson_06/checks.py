@@ -1,0 +1,301 @@
+"""Statistics of inputs, AWQ's search for scales.  Lesson 06."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from ..shared.checks import Exercise
+
+SECONDS = 10.0
+STRENGTHS = [step / 10 for step in range(10)]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def correlated(rows: int, inputs: int, seed: int = 0) -> Tensor:
+    """Inputs [rows, inputs] that go together, the first one large."""
+    x = drawn(rows, inputs, seed=seed) @ (drawn(inputs, inputs, seed=seed + 100) + torch.eye(inputs))
+    x[:, 0] *= 6
+    return x
+
+
+def unchanged(call: Callable, *given: Tensor) -> None:
+    """Call, and see that these tensors have the values that they had."""
+    before = [each.clone() for each in given]
+    call()
+    for was, now in zip(before, given, strict=True):
+        assert now.equal(was), f"an argument {list(was.shape)} was changed"
+
+
+def tensor(value: object, what: str, shape: tuple[int, ...]) -> Tensor:
+    assert isinstance(value, Tensor), f"{what} must be a tensor, not {type(value).__name__}"
+    assert tuple(value.shape) == shape, f"{what}: expected the shape {list(shape)}, got {list(value.shape)}"
+    return value
+
+
+# ---- what calibration records
+
+statistics = Exercise("MyStatistics", seconds=SECONDS)
+
+
+def _after(make: Callable, *parts: Tensor):
+    found = make(parts[0].shape[1])
+    for part in parts:
+        found.add(part.clone())
+    return found
+
+
+@statistics.example
+def _(make):
+    found = _after(make, torch.tensor([[1.0, -2.0], [3.0, 2.0]]))
+    mean, error = found.mean_magnitude(), found.error(torch.tensor([[1.0, 0.0]], dtype=torch.float64))
+    assert mean.tolist() == [2, 2], f"mean magnitudes: expected [2, 2], got {mean.tolist()}"
+    assert error.flatten().tolist() == [10], f"error of the change [1, 0]: expected [10], got {error.tolist()}"
+
+
+@statistics.property("all calls of `add` count", hint="add to the sums: `+=`, for every call and every row")
+def _(make):
+    x = correlated(9, 4)
+    found = _after(make, x[:2], x[2:3], x[3:])
+    assert found.rows == 9, f"`rows` is {found.rows} after calls with 2, 1 and 6 rows"
+    if _after(make, x).rows != 9:
+        return
+    for name in ("second_moment", "magnitude"):
+        whole, parts = getattr(_after(make, x), name), getattr(found, name)
+        right = torch.allclose(whole.double(), parts.double(), rtol=1e-3)  # precision: another property's matter
+        assert right, f"`{name}` differs between one call with 9 rows and calls with 2, 1 and 6"
+
+
+@statistics.property("sizes are means of |x| over the rows", hint="the sum of x.abs(), divided by the number of rows")
+def _(make):
+    x = correlated(7, 3)
+    found = make(3)
+    found.add(x.clone())  # one call: several are another property's matter
+    got = tensor(found.mean_magnitude(), "mean_magnitude()", (3,))
+    assert torch.allclose(got.double(), x.abs().mean(0), rtol=1e-4), f"expected {x.abs().mean(0)}, got {got}"
+
+
+@statistics.property(
+    "the predicted error is that of the outputs",
+    hint="d^T H d has the products of different inputs too: H = x^T x, not only its diagonal, summed and not averaged",
+)
+def _(make):
+    x, difference = correlated(30, 5), drawn(1, 5, seed=3)
+    got = _after(make, x).error(difference.clone()).flatten()
+    wanted = (x @ difference[0]).square().sum()
+    right = len(got) == 1 and torch.allclose(got.double(), wanted, rtol=1e-4)
+    assert right, f"one output, 30 rows: expected {wanted:.4f}, got {got.tolist()}"
+
+
+@statistics.property(
+    "each output has its own error", hint="`difference` has a row for each output: sum over inputs only"
+)
+def _(make):
+    x = correlated(30, 5)
+    found = _after(make, x)
+    for out in (1, 4, 5):
+        difference = drawn(out, 5, seed=out)
+        got = tensor(found.error(difference.clone()), f"error() of {out} outputs", (out,))
+        each = torch.cat([found.error(row[None].clone()).flatten() for row in difference])
+        assert_close(got, each, rtol=1e-6, atol=1e-6, msg="the errors of all outputs together differ from one by one")
+
+
+@statistics.property(
+    "the sums are in float64", hint="`x.double()` first: x^T x in the dtype of x has already lost its last digits"
+)
+def _(make):
+    x = (correlated(50, 4) * 1e3).float()
+    found = _after(make, x)
+    wanted = {"second_moment": x.double().T @ x.double(), "magnitude": x.double().abs().sum(0)}
+    for name, value in wanted.items():
+        got = getattr(found, name)
+        assert got.dtype == torch.float64, f"`{name}` is {got.dtype}"
+        lost = ((got - value).abs().max() / value.abs().max()).item()
+        assert lost < 1e-12 or lost > 1e-3, f"`{name}`, of float32 inputs, is off by a share of {lost:.0e}"
+
+
+@statistics.property(
+    "arguments and other objects stay as they are", hint="change only `self`, and nothing in place that was passed in"
+)
+def _(make):
+    x, difference = correlated(6, 3), drawn(2, 3)
+    one, other = make(3), make(3)
+    unchanged(lambda: one.add(x), x)
+    unchanged(lambda: one.error(difference), difference)
+    before, mean = one.error(difference).clone(), one.mean_magnitude().clone()
+    twice = one.error(difference).equal(before) and one.mean_magnitude().equal(mean)
+    assert twice, "asking for errors or means twice gives two answers"
+    assert other.rows == 0 and not other.second_moment.any(), "rows added to one object are in another one too"
+    x.mul_(2)
+    assert one.error(difference).equal(before), "changing x after `add` changes the sums"
+    one.add(x.clone())
+    right = torch.allclose(one.error(difference), _after(make, x / 2, x).error(difference), rtol=1e-6)
+    assert right, "x was changed after `add`, and the next `add` counts the changed rows in place of the old ones"
+
+
+# ---- AWQ's search
+
+awq = Exercise("awq_scales", seconds=SECONDS)
+
+
+def whole(weight: Tensor) -> Tensor:
+    """A grid of whole numbers."""
+    return weight.round()
+
+
+def fifteenths(weight: Tensor) -> Tensor:
+    """Each row on its own grid, whose step depends on its largest weight."""
+    step = weight.abs().amax(1, keepdim=True) / 7.3
+    return (weight / step).round().clamp(-8, 7) * step
+
+
+def itself(scales: Tensor) -> Tensor:
+    return scales
+
+
+def pairs(scales: Tensor) -> Tensor:
+    """Neighbors must have the same scale."""
+    return scales.view(-1, 2).log().mean(1).exp().repeat_interleave(2)
+
+
+def formula(magnitude: Tensor, strength: float) -> Tensor:
+    powers = magnitude.clamp(min=1e-4) ** strength
+    return powers / (powers.max() * powers.min()).sqrt()
+
+
+def output_error(weight: Tensor, scales: Tensor, moment: Tensor, rounded: Callable) -> float:
+    difference = rounded(weight * scales) / scales - weight
+    return (difference @ moment * difference).sum().item()
+
+
+def case(seed: int, out: int = 5, inputs: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """weight, magnitude and second moment."""
+    x = correlated(40, inputs, seed)
+    return drawn(out, inputs, seed=seed + 50), x.abs().mean(0), x.T @ x
+
+
+def searched(
+    solution: Callable, weight: Tensor, magnitude: Tensor, moment: Tensor, rounded=fifteenths, allowed=itself
+) -> tuple[Tensor, float]:
+    """What the search gives, if it is scales and one of the strengths."""
+    found = solution(weight.clone(), magnitude.clone(), moment.clone(), rounded, allowed)
+    assert isinstance(found, tuple) and len(found) == 2, "return two things: the scales, and their strength"
+    scales, strength = tensor(found[0], "the scales", (weight.shape[1],)), float(found[1])
+    near = min(STRENGTHS, key=lambda each: abs(each - strength))
+    assert abs(near - strength) < 1e-6, f"the strength {strength} is none of 0, 0.1, ..., 0.9"
+    return scales, near
+
+
+def as_the_formula(solution: Callable, seed: int) -> bool:
+    """Whether scales are those of the strength that is returned with them; if not, another property says so."""
+    scales, strength = searched(solution, *case(seed))
+    return torch.allclose(scales.double(), formula(case(seed)[1], strength), rtol=1e-4)
+
+
+@awq.example
+def _(solution):
+    weight, magnitude = torch.tensor([[2.0, 0.25]]).double(), torch.tensor([1.0, 16.0]).double()
+    moment = torch.diag(magnitude.square())
+    scales, strength = searched(solution, weight, magnitude, moment, whole)
+    error = output_error(weight, scales, moment, whole)
+    assert strength == 0.9, f"expected strength 0.9, got {strength:g}"
+    assert abs(error - 2.55) < 0.01, f"expected scales with an error of 2.55, got {scales.tolist()} with {error:.2f}"
+
+
+@awq.property(
+    "the scales are those of the formula",
+    hint="powers of the magnitudes, divided by the square root of the largest power times the smallest",
+)
+def _(solution):
+    for seed in range(3):
+        weight, magnitude, moment = case(seed)
+        scales, strength = searched(solution, weight, magnitude, moment)
+        wanted = formula(magnitude, strength)
+        right = torch.allclose(scales.double(), wanted, rtol=1e-4)
+        assert right, f"strength {strength:g}: expected {wanted[:3].tolist()}, ..., got {scales[:3].tolist()}, ..."
+
+
+@awq.property(
+    "the strength with the smallest output error wins",
+    hint="d^T H d with all of H; d = rounded(weight * scales) / scales - weight; keep the best of all strengths",
+)
+def _(solution):
+    if not as_the_formula(solution, 0):
+        return
+    for seed in range(12):
+        weight, magnitude, moment = case(seed)
+        _, strength = searched(solution, weight, magnitude, moment)
+        errors = {each: output_error(weight, formula(magnitude, each), moment, fifteenths) for each in STRENGTHS}
+        best = min(errors, key=errors.__getitem__)
+        said = f"strength {strength:g} has the error {errors[strength]:.3f}, and {best:g} has {errors[best]:.3f}"
+        assert errors[strength] <= errors[best] * (1 + 1e-9), said
+    magnitude = torch.tensor([1.0, 4.0, 16.0, 64.0]).double()
+    weight = torch.tensor([[3.0, -2.0, 5.0, 1.0]]).double() / formula(magnitude, 1.0)  # on the grid at strength 1
+    searched(solution, weight, magnitude, torch.diag(magnitude.square()), whole)  # which is none of the strengths
+
+
+@awq.property(
+    "strength 0 is tried: never worse than rounding to nearest", hint="the strengths begin with 0: all scales are 1"
+)
+def _(solution):
+    weight, magnitude, moment = case(1)
+    weight = weight.mul(3).round()  # on the grid: strength 0 has no error
+    scales, strength = searched(solution, weight, magnitude, moment, whole)
+    assert strength == 0, f"the weight is on the grid, so strength 0 has no error; got strength {strength:g}"
+
+
+@awq.property(
+    "allowed scales are tried and returned",
+    hint="call `allowed` on the scales of each strength, before the weight is multiplied",
+)
+def _(solution):
+    if not as_the_formula(solution, 0):
+        return
+    for seed in range(8):
+        weight, magnitude, moment = case(seed)
+        _, free = searched(solution, weight, magnitude, moment)
+        own = {each: output_error(weight, formula(magnitude, each), moment, fifteenths) for each in STRENGTHS}
+        if own[free] > min(own.values()) * (1 + 1e-9):
+            return  # the search itself is wrong
+        scales, strength = searched(solution, weight, magnitude, moment, allowed=pairs)
+        right = torch.allclose(scales.double(), pairs(formula(magnitude, strength)), rtol=1e-4)
+        assert right, "the scales that were returned are not allowed ones"
+        errors = {each: output_error(weight, pairs(formula(magnitude, each)), moment, fifteenths) for each in STRENGTHS}
+        best = min(errors, key=errors.__getitem__)
+        said = f"of the allowed scales, those of strength {best:g} have the smallest error, not of {strength:g}"
+        assert errors[strength] <= errors[best] * (1 + 1e-9), said
+
+
+@awq.property(
+    "an input that never occurs does no harm",
+    hint="its magnitude is 0, and so are its powers: `clamp(min=1e-4)` on the magnitudes, before anything is divided",
+)
+def _(solution):
+    if not as_the_formula(solution, 0):
+        return
+    for size in (1e-3, 0, 5e-5):
+        weight, magnitude, moment = case(2)
+        magnitude[3], moment[3], moment[:, 3] = size, 0, 0
+        errors = {each: output_error(weight, formula(magnitude, each), moment, fifteenths) for each in STRENGTHS}
+        best = min(errors, key=errors.__getitem__)  # not 0, which a search finds whose other errors are NaN
+        scales, strength = searched(solution, weight, magnitude, moment)
+        if size > 1e-4 and errors[strength] > errors[best] * (1 + 1e-9):
+            return  # the search itself is wrong
+        wanted, where = formula(magnitude, strength), f"magnitude {size:g} at input 3, strength {strength:g}"
+        right = torch.allclose(scales.double(), wanted, rtol=1e-4)
+        assert right, f"{where}: expected {wanted[3]:.4f}, got {scales[3]:.4f}"
+        said = f"{where}: the error is {errors[strength]:.3f}, and that of {best:g} is {errors[best]:.3f}"
+        assert errors[strength] <= errors[best] * (1 + 1e-9), said
+
+
+@awq.property(
+    "the arguments stay as they were", hint="`weight * scales` makes a new matrix; `weight *= scales` does not"
+)
+def _(solution):
+    weight, magnitude, moment = case(3)
+    magnitude[2] = 0
+    unchanged(lambda: solution(weight, magnitude, moment, fifteenths, itself), weight, magnitude, moment)

@@ -1,0 +1,265 @@
+"""One weight fixed and the others adjusted; GPTQ.  Lesson 06."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..shared.checks import Exercise
+from .calibrated import Grid
+from .calibrated import compensate as solved_for
+from .checks import SECONDS, correlated, drawn, tensor, unchanged
+
+# ---- one weight is fixed, the others make up for it
+
+compensate = Exercise("compensate", seconds=SECONDS)
+
+
+def toy() -> tuple[Tensor, Tensor]:
+    return torch.tensor([[1.4, 0.4]]).double(), torch.tensor([[6.0, 7.0], [7.0, 9.0]]).double()
+
+
+def moment_of(inputs: int, seed: int = 0) -> Tensor:
+    x = correlated(6 * inputs, inputs, seed)
+    return x.T @ x
+
+
+def compensated(solution: Callable, weights: Tensor, at: int, value: Tensor, moment: Tensor) -> Tensor:
+    found = solution(weights.clone(), at, value.clone(), moment.clone())
+    return tensor(found, "the weights", tuple(weights.shape)).double()
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@compensate.example
+def _(solution):
+    weights, moment = toy()
+    found = compensated(solution, weights, 0, torch.ones(1).double(), moment)
+    right = close(found, torch.tensor([[1.0, 0.4 + 0.4 * 7 / 9]]).double())
+    assert right, f"expected [1, 0.711], got [{found[0, 0]:.3g}, {found[0, 1]:.3f}]"
+
+
+def _first(solution: Callable) -> bool:
+    """Whether column 0 of a single row is right; if not, another property says so."""
+    weights, value = drawn(1, 3), drawn(1, seed=9)
+    return close(compensated(solution, weights, 0, value, moment_of(3)), solved_for(weights, 0, value, moment_of(3)))
+
+
+@compensate.property(
+    "no other change has a smaller output error",
+    hint="the others move along column `at` of the inverse of H, the whole H, divided by its element at [at, at]",
+)
+def _(solution):
+    for seed in range(4):
+        weights, value, moment = drawn(1, 5, seed=seed), drawn(1, seed=9), moment_of(5, seed)
+        found = compensated(solution, weights, 0, value, moment)
+        wanted = solved_for(weights, 0, value, moment)
+        errors = [((each - weights) @ moment * (each - weights)).sum().item() for each in (found, wanted)]
+        said = f"expected {value.item():.4f} at the fixed weight, got {found[0, 0]:.4f}"
+        assert close(found[:, 0], value), said
+        assert close(found, wanted), f"output error {errors[0]:.4f}; possible is {errors[1]:.4f}"
+
+
+@compensate.property("any column can be the fixed one", hint="use `at`, not 0; columns before `at` adjust too")
+def _(solution):
+    if not _first(solution):
+        return
+    for at in (1, 3, 4):
+        weights, value, moment = drawn(1, 5, seed=at), drawn(1, seed=9), moment_of(5, at)
+        found = compensated(solution, weights, at, value, moment)
+        assert close(found, solved_for(weights, at, value, moment)), f"at = {at} of 5 columns: not the best weights"
+
+
+@compensate.property(
+    "each row has its own change", hint="the change is [out], the column [n]: change[:, None] * column"
+)
+def _(solution):
+    if not _first(solution):
+        return
+    for out in (2, 4):
+        weights, value, moment = drawn(out, 4, seed=out), drawn(out, seed=9), moment_of(4)
+        found = compensated(solution, weights, 0, value, moment)
+        assert close(found, solved_for(weights, 0, value, moment)), f"{out} rows: not all of them are the best"
+
+
+@compensate.property("a single weight can be fixed", hint="with one column there are no others, and nothing to divide")
+def _(solution):
+    weights, value = drawn(1, 1), drawn(1, seed=9)
+    found = compensated(solution, weights, 0, value, torch.tensor([[2.0]]).double())
+    assert close(found[:, 0], value), f"n = 1: expected {value.tolist()}, got {found[:, 0].tolist()}"
+
+
+@compensate.property(
+    "the arguments stay as they were", hint="return new weights: `weights += ...` changes the caller's matrix"
+)
+def _(solution):
+    weights, value, moment = drawn(2, 3), drawn(2, seed=9), moment_of(3)
+    unchanged(lambda: solution(weights, 0, value, moment), weights, value, moment)
+
+
+# ---- GPTQ
+
+gptq = Exercise("gptq", seconds=SECONDS)
+
+
+class Whole:
+    """A grid of whole numbers: every scale is 1."""
+
+    def __init__(self, group_size: int):
+        self.group_size = group_size
+
+    def scale(self, weights: Tensor) -> Tensor:
+        _group(weights, self.group_size)
+        return torch.ones(len(weights), dtype=weights.dtype)
+
+    def codes(self, column: Tensor, scale: Tensor) -> Tensor:
+        _column(column, scale)
+        return column.round().clamp(-8, 7).to(torch.int8)
+
+
+class Checked(Grid):
+    """Four bits, as in the engine, with clear errors."""
+
+    def scale(self, weights: Tensor) -> Tensor:
+        _group(weights, self.group_size)
+        return super().scale(weights)
+
+    def codes(self, column: Tensor, scale: Tensor) -> Tensor:
+        _column(column, scale)
+        return super().codes(column, scale)
+
+
+def _group(weights: Tensor, size: int) -> None:
+    right = weights.ndim == 2 and weights.shape[1] == size
+    assert right, f"grid.scale got {list(weights.shape)}: it takes the weights of one group, [out, {size}]"
+
+
+def _column(column: Tensor, scale: Tensor) -> None:
+    right = column.ndim == 1 and scale.shape == column.shape
+    assert right, f"grid.codes got {list(column.shape)} and {list(scale.shape)}: it takes [out] and [out]"
+
+
+def factor_of(inputs: int, seed: int = 0) -> Tensor:
+    return torch.linalg.cholesky(torch.linalg.inv(moment_of(inputs, seed)), upper=True)
+
+
+def by_definition(weight: Tensor, factor: Tensor, grid: Whole | Grid) -> tuple[Tensor, Tensor]:
+    """Column by column, each time with the inverse of what is left of H."""
+    moment = torch.cholesky_inverse(factor, upper=True)
+    work, codes, scales = weight.clone(), [], []
+    for at in range(weight.shape[1]):
+        if at % grid.group_size == 0:
+            scales.append(grid.scale(work[:, at : at + grid.group_size]))
+        codes.append(grid.codes(work[:, at], scales[-1]))
+        work[:, at:] = solved_for(work[:, at:], 0, codes[-1] * scales[-1], moment[at:, at:])
+    return torch.stack(codes, 1), torch.stack(scales, 1)
+
+
+def rounded(solution: Callable, weight: Tensor, factor: Tensor, grid: Whole | Grid) -> tuple[Tensor, Tensor]:
+    """Its codes and scales."""
+    found = solution(weight.clone(), factor.clone(), grid)
+    assert isinstance(found, tuple) and len(found) == 2, "return two things: the codes, and the scales"
+    return tensor(found[0], "the codes", tuple(weight.shape)).double(), found[1]
+
+
+def large(out: int, inputs: int, seed: int) -> Tensor:
+    """Weights of a few whole numbers."""
+    return 2 * drawn(out, inputs, seed=seed)
+
+
+def _agrees(solution: Callable, inputs: int, size: int, seed: int = 0) -> str:
+    """What is wrong with the codes on a grid of whole numbers, or nothing."""
+    weight, factor = large(4, inputs, seed), factor_of(inputs, seed)
+    codes, wanted = rounded(solution, weight, factor, Whole(size))[0], by_definition(weight, factor, Whole(size))[0]
+    if codes.equal(wanted.double()):
+        return ""
+    column = int((codes != wanted).any(0).nonzero()[0])
+    return f"{inputs} columns in groups of {size}: the codes of column {column} are wrong"
+
+
+@gptq.example
+def _(solution):
+    weight, moment = toy()
+    factor = torch.linalg.cholesky(torch.linalg.inv(moment), upper=True)
+    codes, _ = rounded(solution, weight, factor, Whole(2))
+    assert codes.tolist() == [[1, 1]], f"expected the codes [1, 1], got {codes[0].tolist()}"
+
+
+@gptq.property(
+    "columns that are still free make up for each error",
+    hint="error = rounded - weight as it is now; the later columns get error * factor[at, later] / factor[at, at]",
+)
+def _(solution):
+    for inputs, seed in ((3, 1), (6, 2), (12, 3)):
+        problem = _agrees(solution, inputs, inputs, seed)
+        assert not problem, problem
+
+
+def _one_group(solution: Callable) -> bool:
+    return not any(_agrees(solution, inputs, inputs, seed) for inputs, seed in ((3, 1), (6, 2), (12, 3)))
+
+
+@gptq.property(
+    "errors cross the borders of groups", hint="a group shares a scale, no more: the update goes to all later columns"
+)
+def _(solution):
+    if not _one_group(solution):
+        return
+    for inputs, size in ((6, 2), (12, 4), (272, 136)):
+        problem = _agrees(solution, inputs, size)
+        assert not problem, problem
+
+
+def _all_groups(solution: Callable) -> bool:
+    return _one_group(solution) and not any(_agrees(solution, inputs, size) for inputs, size in ((6, 2), (12, 4)))
+
+
+@gptq.property(
+    "there is a scale for each row and each group", hint="[out, groups], the groups in order: torch.stack(scales, 1)"
+)
+def _(solution):
+    grid = Checked(4)
+    for out in (3, 5):
+        weight = large(out, 12, 1)
+        _, scales = rounded(solution, weight, factor_of(12), grid)
+        first = grid.scale(weight[:, :4])
+        scales = tensor(scales, "the scales", (out, 3)).double()
+        assert torch.allclose(scales[:, 0], first, rtol=1e-3), f"the first group: expected {first}, got {scales[:, 0]}"
+
+
+@gptq.property(
+    "a group's scale is that of its weights when their turn comes",
+    hint="earlier errors have moved the weights: ask for a group's scale when its first column is reached, not before",
+)
+def _(solution):
+    if not _all_groups(solution):
+        return
+    for seed in range(3):
+        weight, factor, grid = large(3, 16, seed), factor_of(16, seed), Checked(4)
+        codes, scales = rounded(solution, weight, factor, grid)
+        if not isinstance(scales, Tensor) or scales.shape != (3, 4):
+            return
+        wanted_codes, wanted = by_definition(weight, factor, grid)
+        off = (~torch.isclose(scales.double(), wanted, rtol=1e-6)).any(0).nonzero().flatten().tolist()
+        assert not off, f"4 groups of 4 columns: the scales of group {off[0]} are wrong"
+        assert codes.equal(wanted_codes.double()), "4 groups of 4 columns: the scales are right, and codes are wrong"
+
+
+@gptq.property("codes are codes", hint="return what grid.codes gives, whole numbers from -8 to 7, not times the scale")
+def _(solution):
+    if not _all_groups(solution):
+        return
+    weight, factor = large(4, 8, 5) / 3, factor_of(8, 5)
+    codes, _ = rounded(solution, weight, factor, Checked(8))
+    right = codes.equal(codes.round()) and codes.abs().max() <= 8
+    assert right, f"not whole numbers from -8 to 7: {codes[0, :3].tolist()}, ..."
+    wanted, _ = by_definition(weight, factor, Checked(8))
+    assert codes.equal(wanted.double()), "weights near 1, one group: these are not the codes of their steps"
+
+
+@gptq.property("the arguments stay as they were", hint="work on `weight.clone()`: slices of a tensor share its memory")
+def _(solution):
+    weight, factor = large(3, 6, 1), factor_of(6)
+    unchanged(lambda: solution(weight, factor, Whole(3)), weight, factor)

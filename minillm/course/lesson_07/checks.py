@@ -1,0 +1,230 @@
+"""Products of eight-bit numbers, and SmoothQuant's scales.  Lesson 07."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..shared.checks import Exercise
+
+# ---- products of eight-bit numbers
+
+int8_linear = Exercise("int8_linear", seconds=20.0)
+
+
+def _product(function: Callable, x: Tensor, codes: Tensor, scales: Tensor, input_scale: Tensor | None = None) -> Tensor:
+    """The result in float64, if it has the right type and shape."""
+    given = [each if each is None else each.clone() for each in (x, codes, scales, input_scale)]
+    found = function(x, codes, scales) if input_scale is None else function(x, codes, scales, input_scale)
+    assert isinstance(found, Tensor), f"expected a tensor, got {type(found).__name__}"
+    shape = [len(x), len(codes)]
+    assert list(found.shape) == shape, (
+        f"x {list(x.shape)} and codes {list(codes.shape)}: {shape}, not {list(found.shape)}"
+    )
+    for name, before, now in zip(
+        ("x", "codes", "scales", "input_scale"), given, (x, codes, scales, input_scale), strict=True
+    ):
+        assert before is None or (now is not None and torch.equal(before, now)), (
+            f"{name} has changed: write to a new tensor"
+        )
+    return found.double()
+
+
+def _codes(function: Callable, x: Tensor, scales: Tensor, input_scale: Tensor | None = None) -> Tensor:
+    """The codes of x that a product with the identity shows; scales: what they should be multiplied by, [tokens, 1]."""
+    count = x.shape[1]
+    found = _product(function, x, torch.eye(count, dtype=torch.int8), torch.ones(count, dtype=x.dtype), input_scale)
+    return found / scales
+
+
+def _near(found: Tensor, expected: Tensor, message: str, relative: float = 1e-6) -> None:
+    bound = relative * expected.abs().max().clamp(min=1e-30)
+    if not ((found - expected).abs() <= bound).all():  # also false for NaN
+        raise AssertionError(f"{message}: expected {_text(expected)}, got {_text(found)}")
+
+
+def _text(values: Tensor) -> str:
+    shown = values.flatten()[:6].tolist()
+    return "[" + ", ".join(f"{value:.6g}" for value in shown) + (", ..." if values.numel() > 6 else "") + "]"
+
+
+@int8_linear.example
+def _(function):
+    x = torch.tensor([[1.2, -0.5, 2.55]], dtype=torch.float64)
+    codes, scales = torch.tensor([[10, -20, 5]], dtype=torch.int8), torch.tensor([0.1], dtype=torch.float64)
+    _near(_product(function, x, codes, scales), torch.tensor([[3.47]]).double(), "the example", 1e-6)
+    found = _product(function, x, codes, scales, torch.tensor([0.01], dtype=torch.float64))
+    _near(found, torch.tensor([[2.835]]).double(), "the example with the static scale 0.01", 1e-6)
+
+
+@int8_linear.property(
+    "each token has its own scale", "the maximum over the last axis, of each row of x, with keepdim=True"
+)
+def _(function):
+    x = torch.tensor([[1.275, 0.3], [0.1275, 0.05], [12.75, -7.0]], dtype=torch.float64)
+    codes, scales = torch.tensor([[2, -3], [5, 7], [0, 1]], dtype=torch.int8), torch.ones(3, dtype=torch.float64)
+    together = _product(function, x, codes, scales)
+    for row in range(3):
+        alone = _product(function, x[row : row + 1], codes, scales)
+        _near(together[row : row + 1], alone, f"token {row} of three gives something else than alone")
+
+
+@int8_linear.property(
+    "the largest magnitude is 127.5 codes",
+    "the scale of a token is max |x| / 127.5, and codes are clamped after rounding: 127.5 becomes 127, and -127.5 -128",
+)
+def _(function):
+    wanted = torch.tensor([[-128.0, 50, 99, -3], [127.0, -50, -99, 3], [127.0, -128, 1, 0]]).double()
+    x = wanted.clone()
+    x[:2, 0] = torch.tensor([-127.5, 127.5])
+    x[2, :2] = torch.tensor([127.5, -127.5])
+    for row in range(3):
+        found = _codes(function, x[row : row + 1] / 64, torch.tensor([[1 / 64]]).double())
+        _near(found, wanted[row : row + 1], f"codes of {_text(x[row] / 64)}, whose scale is 1/64")
+    tiny = 2.0**-24
+    found = _codes(function, x * tiny, torch.tensor([[tiny]]).double())
+    _near(found, wanted, f"codes of tokens like {_text(x[0] * tiny)}, whose scales are 2 ** -24")
+
+
+@int8_linear.property("codes are rounded to the nearest", "x / scale is rounded with round(), not cut off")
+def _(function):
+    wanted = torch.tensor([[126.0, 10, -10, 41, -41, 0, 0, -1]]).double()
+    x = (wanted + torch.tensor([[0.0, 0.4, -0.4, -0.4, 0.4, 0.4, -0.4, 0.4]]).double()) / 4
+    found = _codes(function, x, torch.tensor([[0.25]]).double(), torch.tensor([0.25]).double())
+    _near(found, wanted, f"codes of {_text(x)}, with the static scale 0.25")
+
+
+@int8_linear.property("values beyond a static scale are clamped", "clamp the codes to -128 and 127 after rounding")
+def _(function):
+    x = torch.tensor([[300.0, -300.0, 1e6, 5.0], [127.0, -128.0, 128.0, -129.0]]).double()
+    wanted = torch.tensor([[127.0, -128, 127, 5], [127, -128, 127, -128]]).double()
+    found = _codes(function, x, torch.ones(1, 1).double(), torch.tensor([1.0]).double())
+    _near(found, wanted, f"codes of {_text(x)}, with the static scale 1")
+
+
+@int8_linear.property(
+    "a static scale serves all tokens", "if input_scale is given, no maximum of x is needed: divide by it"
+)
+def _(function):
+    for scale in (0.25, 2.0):
+        wanted = torch.tensor([[20.0, -8], [50, 10], [1, 0], [0, 0]]).double()
+        given = torch.tensor([scale]).double()
+        found = _codes(function, wanted * scale, given[:, None], given)
+        _near(found, wanted, f"codes of {_text(wanted * scale)}, with the static scale {scale}")
+
+
+@int8_linear.property(
+    "each output has its own codes and scale", "a row of codes and a number of scales for each output"
+)
+def _(function):
+    wanted = torch.tensor([[127.0, 3], [127, 40], [-120, 80]]).double()
+    codes = torch.tensor([[1, 2], [3, -4], [0, 5]], dtype=torch.int8)
+    scales = torch.tensor([1.0, 0.01, 30.0]).double()
+    for outputs in (slice(0, 3), slice(0, 2), slice(1, 2)):
+        found = _product(function, 2 * wanted, codes[outputs], scales[outputs], torch.tensor([2.0]).double())
+        expected = 2 * wanted @ codes[outputs].double().T * scales[outputs]
+        said = f"codes {codes[outputs].tolist()} with the scales {scales[outputs].tolist()}"
+        _near(found, expected, said)
+
+
+@int8_linear.property(
+    "sums are exact", "convert the codes to float64 before the product: int8 overflows, float32 rounds"
+)
+def _(function):
+    wanted = torch.full((2, 4096), -127, dtype=torch.float64)
+    wanted[1, ::2] = 126
+    codes = torch.full((1, 4096), -127, dtype=torch.int8)
+    codes[0, 0] = 126
+    found = _product(function, wanted, codes, torch.ones(1).double(), torch.tensor([1.0]).double())
+    _near(found, wanted @ codes.double().T, "sums over 4,096 inputs", 1e-9)
+    small = torch.tensor([2.0**-12])
+    found = _product(function, wanted.half(), codes, small, torch.tensor([1.0]))
+    _near(found, wanted @ codes.double().T * small.double(), "x is float16: sums over 4,096 inputs", 1e-3)
+
+
+@int8_linear.property("a token of zeros gives zeros", "where the maximum is 0, the scale is 1: 0 / 0 is not a number")
+def _(function):
+    x = torch.tensor([[0.0, 0.0], [1.275, -0.3]])
+    codes, scales = torch.tensor([[3, -2], [1, 1]], dtype=torch.int8), torch.ones(2)
+    found = _product(function, x, codes, scales)
+    assert bool((found[0] == 0).all()), f"a token of zeros: expected zeros, got {_text(found[0])}"
+    _near(found[1:], _product(function, x[1:], codes, scales), "the token after a token of zeros", 1e-5)
+
+
+@int8_linear.property("the result has the dtype of x", "convert the result back: .to(x.dtype)")
+def _(function):
+    codes = torch.tensor([[3, -2]], dtype=torch.int8)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for given in (None, torch.tensor([0.01])):
+            x, scales = torch.tensor([[1.275, -0.3]], dtype=dtype), torch.tensor([0.5])
+            found = function(x, codes, scales) if given is None else function(x, codes, scales, given)
+            assert found.dtype == dtype, f"x is {dtype}, the result {found.dtype}"
+
+
+# ---- SmoothQuant's scales
+
+smooth_scales = Exercise("smooth_scales", seconds=20.0)
+
+
+def _scales(function: Callable, largest: Tensor, weight: Tensor, strength: float) -> Tensor:
+    given = largest.clone(), weight.clone()
+    found = function(largest, weight, strength)
+    assert isinstance(found, Tensor), f"expected a tensor, got {type(found).__name__}"
+    shape = [weight.shape[1]]
+    assert list(found.shape) == shape, f"weight {list(weight.shape)}: expected {shape}, got {list(found.shape)}"
+    same = torch.equal(given[0], largest) and torch.equal(given[1], weight)
+    assert same, "largest or weight has changed: write to a new tensor"
+    return found
+
+
+@smooth_scales.example
+def _(function):
+    weight = torch.tensor([[1.0, -0.5], [0.25, 1.0]], dtype=torch.float64)
+    found = _scales(function, torch.tensor([64.0, 4.0], dtype=torch.float64), weight, 0.5)
+    _near(found.double(), torch.tensor([8.0, 2.0]).double(), "the example")
+
+
+@smooth_scales.property(
+    "the largest weight of each input, without its sign",
+    "weight is [out, in]: the maximum of |weight| over the outputs",
+)
+def _(function):
+    ones = torch.ones(3).double()
+    for weight in ([[0.5, 2.0, 0.1], [-4.0, 1.0, 0.2], [1.0, 0.3, -0.7]], [[-8.0, 2.0, 0.5], [1.0, -1.0, 0.25]]):
+        w = torch.tensor(weight).double()
+        wanted = torch.tensor([1 / max(abs(row[i]) for row in weight) for i in range(3)]).double()
+        _near(_scales(function, ones, w, 0.5).double(), wanted**0.5, f"largest all 1, weight {weight}, strength 0.5")
+
+
+@smooth_scales.property("the strength divides the range", "largest ** strength, divided by weights ** (1 - strength)")
+def _(function):
+    largest = torch.tensor([16.0, 0.01, 3.0, 1e-4, 1e4]).double()
+    weight = torch.tensor([0.25, 4.0, 0.02, 10.0, 1e-4]).double()
+    for strength in (0, 0.25, 0.5, 0.8, 1):
+        wanted = largest**strength / weight ** (1 - strength)
+        found = _scales(function, largest, torch.stack((weight, -weight / 2)), strength).double()
+        said = f"largest {largest.tolist()}, weights up to {weight.tolist()}, strength {strength}"
+        _near(found / wanted, torch.ones(5).double(), f"{said}: the scales / the formula")
+
+
+@smooth_scales.property(
+    "a channel that is never used keeps scale 1",
+    "torch.where: 1 if largest is 0, or if all weights of the channel are 0",
+)
+def _(function):
+    largest = torch.tensor([0.0, 9.0, 0.0, 16.0]).double()
+    weight = torch.tensor([[4.0, 0.0, 0.0, -1.0], [-1.0, 0.0, 0.0, 1.0], [2.0, 0.0, 0.0, 0.5]]).double()
+    for strength in (0, 0.5, 1):
+        found = _scales(function, largest, weight, strength).double()
+        said = f"largest {largest.tolist()}, weight {weight.tolist()}, strength {strength}"
+        _near(found[:3], torch.ones(3).double(), f"{said}, the first three scales")
+        if strength == 0.5:
+            _near(found[3:], torch.tensor([4.0]).double(), f"{said}, the last scale")
+
+
+@smooth_scales.property("the result has the dtype of the arguments", "keep the dtype: no .float(), no .double()")
+def _(function):
+    for dtype in (torch.float32, torch.float64):
+        largest, weight = torch.tensor([3.0, 2.0], dtype=dtype), torch.tensor([[1.0, 2.0]], dtype=dtype)
+        found = _scales(function, largest, weight, 0.3)
+        assert found.dtype == dtype, f"largest and weight are {dtype}, the result {found.dtype}"

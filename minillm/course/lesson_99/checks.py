@@ -1,0 +1,476 @@
+"""Lesson 99: a request's timings, percentiles over many, Poisson arrivals, attention for a whole batch."""
+
+import math
+from itertools import accumulate
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..shared.checks import Exercise
+
+LIMIT = 10.0  # seconds for one property; a solution needs milliseconds
+
+
+def _near(found, wanted) -> bool:
+    return len(found) == len(wanted) and all(
+        math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _shown(values) -> str:
+    return "[" + ", ".join(f"{float(value):.7g}" for value in values) + "]"
+
+
+def _makes_its_own_list(found, call) -> None:
+    """Assert that another call leaves the list that an earlier one returned as it is."""
+    before = list(found)
+    call()
+    assert list(found) == before, "a second call changed the list that the first one returned: make a new one in each"
+
+
+timings = Exercise("timings", seconds=LIMIT)
+
+
+def _gaps(function, arrivals) -> list[float]:
+    return list(function(0.0, arrivals)[1])
+
+
+@timings.example
+def _(function):
+    ttft, gaps, e2e = function(0.0, [(0.5, 1), (0.75, 1)])
+    assert _near([ttft, *gaps, e2e], [0.5, 0.25, 0.75]), f"expected (0.5, [0.25], 0.75), got {(ttft, gaps, e2e)}"
+
+
+@timings.property("the wait starts when the request was due", "subtract `due` from both, TTFT and end-to-end")
+def _(function):
+    for due, first, last in ((10.0, 10.5, 11.0625), (1.0, 1.75, 2.0)):
+        ttft, _, e2e = function(due, [(first, 1), (last, 1)])
+        assert _near([ttft, e2e], [first - due, last - due]), (
+            f"due at {due:g}, first token at {first}, last at {last}: expected {first - due} and {last - due}, "
+            f"got {ttft} and {e2e}"
+        )
+    e2e = function(1.0, [(1.5, 1), (1.75, 1), (2.0, 1)])[2]
+    assert _near([e2e], [1.0]), f"due at 1, tokens at 1.5, 1.75 and 2: the end-to-end latency is 1, not {e2e}"
+
+
+@timings.property("a gap is the time since the token before", "subtract neighbors, and keep the order of the tokens")
+def _(function):
+    gaps = _gaps(function, [(1.0, 1), (1.5, 1), (2.5034, 1), (2.75, 1)])
+    assert _near(gaps, [0.5, 1.0034, 0.2466]), (
+        f"tokens at 1, 1.5, 2.5034 and 2.75: expected gaps of 0.5, 1.0034 and 0.2466, got {_shown(gaps)}"
+    )
+    gaps = _gaps(function, [(100_000.5, 1), (100_000.501, 1), (100_000.503, 1)])
+    assert _near(gaps, [0.001, 0.002]), (
+        f"tokens at 100000.5, 100000.501 and 100000.503: expected gaps of 0.001 and 0.002, got {_shown(gaps)} "
+        "(a clock shows large numbers, and float32 has only seven digits)"
+    )
+
+
+@timings.property(
+    "the gaps are a list", "write [... for ...]: a generator or a map can be read only once, and has no len"
+)
+def _(function):
+    gaps = function(0.0, [(1.0, 1), (1.5, 1)])[1]
+    assert hasattr(gaps, "__len__"), f"expected a list of gaps, got a {type(gaps).__name__}"
+    _makes_its_own_list(gaps, lambda: function(0.0, [(1.0, 1), (2.0, 1), (4.0, 1)]))
+
+
+@timings.property("an answer of one token has no gaps", "n tokens have n - 1 gaps, also where n is 1")
+def _(function):
+    ttft, gaps, e2e = function(0.0, [(0.5, 1)])
+    gaps = list(gaps)
+    assert _near([ttft, *gaps, e2e], [0.5, 0.5]), f"one token at 0.5: expected (0.5, [], 0.5), got {ttft, gaps, e2e}"
+
+
+@timings.property("every token counts", "k tokens in one arrival make k gaps; all but the first of these are 0")
+def _(function):
+    for counts in ((1, 3, 2, 1), (1, 3), (1, 8, 1), (1,) * 40):
+        gaps = _gaps(function, [(1.0 + 0.25 * i, tokens) for i, tokens in enumerate(counts)])
+        shown = f"{len(counts)} arrivals with {', '.join(map(str, counts))} tokens" if len(counts) < 9 else "40 tokens"
+        assert len(gaps) == sum(counts) - 1, f"{shown}: expected {sum(counts) - 1} gaps, got {len(gaps)}"
+    gaps = _gaps(function, [(1.0, 1), (1.5, 2), (1.5, 3)])
+    assert len(gaps) == 5, f"1 token at 1, 2 at 1.5 and 3 more at 1.5: expected 5 gaps, got {len(gaps)}"
+
+
+@timings.property("tokens that arrive together share one wait", "3 tokens after 0.5 s: [0.5, 0, 0]")
+def _(function):
+    gaps = _gaps(function, [(1.0, 1), (1.5, 3)])
+    if len(gaps) == 3:  # how many there are is for the other properties
+        assert _near(gaps, [0.5, 0.0, 0.0]), f"1 token at 1, 3 at 1.5: expected [0.5, 0, 0], got {_shown(gaps)}"
+
+
+@timings.property("the first arrival may bring several tokens", "only the very first token has no gap")
+def _(function):
+    gaps = _gaps(function, [(1.0, 3), (1.5, 1)])
+    assert _near(gaps, [0.0, 0.0, 0.5]), f"3 tokens at 1, 1 at 1.5: expected [0, 0, 0.5], got {_shown(gaps)}"
+    gaps = _gaps(function, [(1.0, 3)])
+    assert _near(gaps, [0.0, 0.0]), f"3 tokens at 1, and no others: expected [0, 0], got {_shown(gaps)}"
+
+
+@timings.property(
+    "the answer ends with its last token", "an answer of 5 tokens may come in 3 arrivals: do not mix up the two numbers"
+)
+def _(function):
+    for counts in ((1, 3, 2, 1), (3, 1), (2, 2)):
+        arrivals = list(zip((0.5, 0.75, 1.25, 2.25), counts, strict=False))
+        shown = "due at 0, tokens at " + ", ".join(f"{when:g} ({tokens})" for when, tokens in arrivals)
+        last = arrivals[-1][0]
+        ttft, _, e2e = function(0.0, list(arrivals))
+        assert _near([ttft], [0.5]), f"{shown}: the TTFT is 0.5, not {ttft}"
+        assert _near([e2e], [last]), f"{shown}: the end-to-end latency is {last:g}, not {e2e}"
+
+
+@timings.property("the list of arrivals is unchanged", "read `arrivals`; do not pop from it, and do not write into it")
+def _(function):
+    arrivals = [(1.0, 1), (1.5, 3), (2.0, 1)]
+    function(0.25, arrivals)
+    assert arrivals == [(1.0, 1), (1.5, 3), (2.0, 1)], f"the caller's three arrivals became {arrivals}"
+
+
+pooled_percentile = Exercise("pooled_percentile", seconds=LIMIT)
+
+
+@pooled_percentile.example
+def _(function):
+    found = function([[10.0, 20.0, 30.0]], 50)
+    assert found == 20, f"p50 of 10, 20 and 30: expected 20, got {found}"
+
+
+@pooled_percentile.property("the result is one of the gaps", "do not average two neighbors: return one of the values")
+def _(function):
+    for low, high in ((1.0, 2.0), (0.25, 0.5), (0.1, 0.123456789)):  # the last two change in float32, or if rounded
+        for p in (50, 75):
+            try:
+                found = function([[low, high]], p)
+            except IndexError:  # ranks have a property of their own
+                continue
+            assert found in (low, high), f"the gaps are {low!r} and {high!r}, and neither is {found!r}"
+
+
+@pooled_percentile.property("the rank is p n / 100, rounded up, counting from 1", "math.ceil; ranked[rank - 1]")
+def _(function):
+    for n in (1, 2, 5, 10, 40, 100):
+        ranked = [float(i) for i in range(1, n + 1)]
+        for p in (1, 10, 25, 50, 75, 81, 90, 99, 100):
+            rank = -(-p * n // 100)
+            try:
+                found = function([ranked], p)
+            except IndexError:
+                raise AssertionError(f"p{p} of {n} value{'s' * (n > 1)} is number {rank}, which exists") from None
+            if found in ranked:  # whether it is a gap at all is for the property above
+                assert found == rank, f"p{p} of {n} values is number {p * n / 100:g}, rounded up: {rank}, not {found:g}"
+    for p, n in ((55, 100), (7, 100), (28, 25)):
+        found = function([[float(i) for i in range(1, n + 1)]], p)
+        assert found != 1 + p * n // 100, (
+            f"p{p} of {n} values is number {p * n // 100} exactly, not {found:g}: multiply before you divide, since "
+            f"{p} / 100 * {n} is {p / 100 * n!r}"
+        )
+    for share, n, rank in ((12.5, 200, 25), (99.5, 200, 199), (99.9, 995, 995)):
+        ranked = [float(i) for i in range(1, n + 1)]
+        try:
+            found = function([ranked], share)
+        except TypeError:
+            raise AssertionError(
+                f"p may have decimals, such as {share}; the rank is still an int: {rank} of {n}"
+            ) from None
+        if found in ranked:
+            assert found == rank, f"p may have decimals: p{share} of {n} values is number {rank}, not {found:g}"
+
+
+@pooled_percentile.property("gaps may come in any order", "put all gaps into one list, then sort that")
+def _(function):
+    found = function([[30.0, 10.0, 20.0]], 99)
+    assert found > 25, f"p99 of [[30, 10, 20]] is the largest: expected 30, got {found}"
+    found = function([[30.0, 10.0], [20.0, 30.0]], 75)
+    assert found == 30, f"p75 of [[30, 10], [20, 30]] is the third of 10, 20, 30, 30: expected 30, got {found}"
+
+
+@pooled_percentile.property("every gap counts once", "first put all gaps of all requests into one list")
+def _(function):
+    for p in (50, 85):
+        found = function([[1.0] * 9, [101.0]], p)
+        assert found == 1, f"p{p} of nine gaps of 1 in one request and one of 101 in another: expected 1, got {found}"
+    found = function([[1.0] * 9, [101.0]], 95)
+    assert found > 1, f"p95 of nine gaps of 1 in one request and one of 101 in another: expected 101, got {found}"
+    found = function([[0.0, 0.0], [0.0, 5.0]], 50)
+    assert found == 0, f"a gap of 0 is a gap too: p50 of [[0, 0], [0, 5]]: expected 0, got {found}"
+    try:
+        found = function([[], [5.0]], 50)
+    except IndexError:
+        raise AssertionError("a request of one token has no gaps: its list is empty, as in [[], [5]]") from None
+    assert found == 5, f"a request of one token has no gaps; p50 of [[], [5]]: expected 5, got {found}"
+    for p, wanted in ((5, 1), (100, 12)):
+        found = function([[float(i)] * 200 for i in range(1, 13)], p)
+        assert found == wanted, (
+            f"p{p} of 12 requests, with 200 gaps of 1 in the first, of 2 in the second, ...: "
+            f"expected {wanted}, got {found}"
+        )
+
+
+@pooled_percentile.property("the lists are unchanged", "`sorted` makes a new list; `.sort()` and `+=` change a list")
+def _(function):
+    for given in ([[30.0, 10.0], [], [20.0]], [[30.0, 10.0, 20.0]]):
+        gaps = [list(each) for each in given]
+        function(gaps, 50)
+        assert gaps == given, f"the caller's {given} became {gaps}"
+
+
+poisson_arrivals = Exercise("poisson_arrivals", seconds=LIMIT)
+NUMBERS = (0.5, 0.9375, 0.5, 0.75)
+
+
+@poisson_arrivals.example
+def _(function):
+    found = list(function(1.0, [0.5]))
+    assert _near(found, [math.log(2)]), f"expected [0.6931472], got {_shown(found)}"
+
+
+@poisson_arrivals.property("the result is times, not gaps", "each request arrives one gap after the one before: add up")
+def _(function):
+    found = list(function(1.0, [0.5, 0.5, 0.5]))
+    assert _near(found, [0.693147, 1.386294, 2.079442]), (
+        f"three gaps of 0.693147: expected [0.693147, 1.386294, 2.079442], got {_shown(found)}"
+    )
+
+
+@poisson_arrivals.property("the result is a list", "return a list: itertools.accumulate and map can be read only once")
+def _(function):
+    found = function(1.0, [0.5, 0.5])
+    assert hasattr(found, "__len__"), f"expected a list of times, got a value of type {type(found).__name__}"
+    _makes_its_own_list(found, lambda: function(2.0, [0.25, 0.25, 0.25]))
+
+
+@poisson_arrivals.property("twice the rate means half the time", "divide every gap by the rate")
+def _(function):
+    for rate in (1.0, 0.25, 1.75, 10_000.0):
+        once, twice = (list(function(each, list(NUMBERS))) for each in (rate, 2 * rate))
+        assert _near([2 * when for when in twice], once), (
+            f"at {2 * rate:g} per second every time is half of what it is at {rate:g}: "
+            f"{_shown(once)} became {_shown(twice)}"
+        )
+
+
+@poisson_arrivals.property("a small number makes a short gap", "-log(1 - u), not -log(u): u may be 0, but never 1")
+def _(function):
+    found = list(function(1.0, [0.0]))
+    assert len(found) == 1, f"one number, u = 0: expected one request, got {len(found)}"
+    assert found[0] < 0.1, f"u = 0 makes a gap of 0, not {found[0]:.3g}"
+    found = list(function(1.0, [0.01]))
+    assert found[0] < 0.1, f"u = 0.01 makes a short gap, not {found[0]:.3g}"
+
+
+@poisson_arrivals.property("many gaps are short, a few are long", "-log(1 - u) / rate grows without bound as u nears 1")
+def _(function):
+    for numbers in ((0.1, 0.9), (0.0002, 0.9998), (2**-30, 1 - 2**-30)):
+        wanted = -math.log(numbers[0] * numbers[1])
+        found = sum(list(function(1.0, [u]))[0] for u in numbers)
+        assert math.isclose(found, wanted, rel_tol=1e-5), (
+            f"the gaps of u = {numbers[0]:.10g} and u = {numbers[1]:.10g}: "
+            f"expected {wanted:.7g} together, got {found:.7g}"
+        )
+
+
+@poisson_arrivals.property("each number makes one gap, in order", "use every number of `uniform` once, first to last")
+def _(function):
+    found = list(function(1.0, list(NUMBERS)))
+    assert len(found) == len(NUMBERS), f"{len(NUMBERS)} numbers: expected {len(NUMBERS)} requests, got {len(found)}"
+    gaps = [list(function(1.0, [u]))[0] for u in NUMBERS]  # by its own formula; whether times come is checked above
+    assert _near(found, gaps) or _near(found, list(accumulate(gaps))), (
+        f"alone, the numbers {list(NUMBERS)} make gaps of {_shown(gaps)}; together they made times of {_shown(found)}"
+    )
+    try:
+        none = list(function(1.0, []))
+    except IndexError:
+        raise AssertionError("no numbers make no requests: do not read the first number before the loop") from None
+    assert not none, f"no numbers: expected no requests, got {len(none)}"
+    try:
+        many = list(function(1.0, list(NUMBERS) * 2500))
+    except RecursionError:
+        raise AssertionError("10,000 numbers are too many for a function that calls itself: use a loop") from None
+    assert len(many) == 10_000, f"10,000 numbers: expected 10,000 requests, got {len(many)}"
+    end = 2500 * sum(gaps)
+    assert math.isclose(many[-1], end, rel_tol=1e-5) or math.isclose(many[-1], gaps[-1], rel_tol=1e-5), (
+        f"{list(NUMBERS)} repeated 2,500 times: the last request is due at {end:.7g}, 2,500 times as late as after "
+        f"four numbers, not at {many[-1]:.7g}"
+    )
+
+
+@poisson_arrivals.property("the list is unchanged", "loop over `uniform`; do not pop from it or sort it")
+def _(function):
+    uniform = list(NUMBERS)
+    function(1.0, uniform)
+    assert uniform == list(NUMBERS), f"the caller's {list(NUMBERS)} became {uniform}"
+
+
+batched_attention = Exercise("batched_attention", seconds=LIMIT)
+
+
+def _attend(q, k, v, lengths, scale):
+    """Row by row, head by head, in float64."""
+    out, group = torch.zeros(q.shape, dtype=torch.float64), q.shape[1] // k.shape[2]
+    for row, length in enumerate(lengths.tolist()):
+        for head in range(q.shape[1]):
+            keys, values = (part[row, :length, head // group].double() for part in (k, v))
+            out[row, head] = (keys @ q[row, head].double() * scale).softmax(0) @ values
+    return out
+
+
+def _draw(rows, keys, heads, kv_heads, d=8):
+    made = torch.Generator().manual_seed(99)
+    shapes = (rows, heads, d), (rows, keys, kv_heads, d), (rows, keys, kv_heads, d)
+    return [torch.randn(shape, generator=made) for shape in shapes]
+
+
+def _matches(function, tensors, lengths, scale=1.0, scales=(1.0, 8**-0.5)) -> None:
+    """Assert that the result is right, for copies of the tensors: changing them fails a property of its own.
+
+    scales: those allowed. By default a candidate may use its own: whether it uses `scale` has a property of its own.
+    """
+    q, k, v = tensors
+    ends = torch.tensor(lengths, dtype=torch.int32)
+    found = function(q.clone(), k.clone(), v.clone(), ends.clone(), scale)
+    assert found.shape == q.shape, f"q is {list(q.shape)}, and so is the result: got {list(found.shape)}"
+    right = [_attend(q, k, v, ends, each) for each in scales]
+    wrong = [~torch.isclose(found.double(), each, rtol=1e-5, atol=1e-4).all(-1) for each in right]
+    closest = min(range(len(scales)), key=lambda i: int(wrong[i].sum()))
+    if places := wrong[closest].nonzero().tolist():
+        row, head = places[0]
+        expected, got = (_shown(each[row, head, :3]) for each in (right[closest], found))
+        raise AssertionError(
+            f"{lengths[row]} of {k.shape[1]} keys visible, {q.shape[1]} heads, {k.shape[2]} KV heads, scale {scale:g}: "
+            f"row {row}, head {head} should begin {expected}, got {got}"
+        )
+
+
+@batched_attention.example
+def _(function):
+    k, v = torch.zeros(1, 2, 1, 1), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)
+    found = function(torch.ones(1, 1, 1), k, v, torch.tensor([2]), 1.0)
+    assert found.shape == (1, 1, 1), f"expected the shape [1, 1, 1], got {list(found.shape)}"
+    assert math.isclose(found.item(), 2.0, rel_tol=1e-3), f"two equal keys: expected 2, got {found.item():.4g}"
+
+
+@batched_attention.property("each row ends at its own length", "key i of row r counts if i < lengths[r]")
+def _(function):
+    for lengths in ([6, 3, 1], [1, 6, 3]):  # the same shapes: what depends on the lengths cannot be kept between calls
+        _matches(function, _draw(3, 6, 2, 2), lengths)
+    _matches(function, _draw(3, 300, 2, 2), [300, 299, 150])
+
+
+@batched_attention.property("scores are scaled", "multiply by `scale`, which need not be 1/sqrt(d), before the softmax")
+def _(function):
+    q, k, v = _draw(2, 5, 2, 2)
+    for scale in (0.125, 1.5):
+        _matches(function, (q, k, 10 * v), [5, 5], scale, scales=(scale,))
+
+
+@batched_attention.property(
+    "neighboring heads share a KV head", "heads 0 and 1 of 4 use KV head 0 of 2: repeat_interleave, not repeat"
+)
+def _(function):
+    for heads in ((4, 2), (6, 2), (3, 1)):
+        _matches(function, _draw(1, 5, *heads), [5])
+
+
+def _ends_rows_before_nan(function) -> None:
+    """Assert that NaN after the end of each of several rows does not matter, if numbers there do not."""
+    lengths = [6, 2, 4]
+    q, k, v = _draw(3, 8, 2, 2)
+    try:
+        _matches(function, (q, k, v), lengths)
+    except AssertionError:  # where rows end has a property of its own
+        return
+    for row, length in enumerate(lengths):
+        k[row, length:] = v[row, length:] = torch.nan
+    _matches(function, (q, k, v), lengths)
+
+
+@batched_attention.property(
+    "leftovers never matter, not even NaN",
+    "unseen scores become -inf, whatever they were; 0 * NaN is NaN, so fill the unseen values with 0 too",
+)
+def _(function):
+    # After the length, keys that must not be read: one with a very small score, one with a huge one, then NaN and inf.
+    q, k, v = _draw(1, 8, 2, 2)
+    k[0, 3], v[0, 3], v[0, 4], k[0, 5] = -1e4 * q[0], 0.0, torch.nan, torch.nan
+    k[0, 6], v[0, 6], v[0, 7] = 1e30 * q[0], 5.0, torch.inf
+    _matches(function, (q, k, v), [3])
+    _ends_rows_before_nan(function)
+    q, k, v = _draw(1, 3, 2, 2)
+    for name, part in (("value", v), ("key", k)):
+        seen = part[0, 1, 0, 0].item()
+        part[0, 1, 0, 0] = torch.nan
+        found = function(q.clone(), k.clone(), v.clone(), torch.tensor([3], dtype=torch.int32), 1.0)
+        assert found[0, 0, 0].isnan(), (
+            f"a NaN in a {name} that the row sees has vanished: choose what to clear by position"
+        )
+        part[0, 1, 0, 0] = seen
+    # What is seen scores -8e10, a leftover 0: it must be hidden by -inf, not by a number such as -10,000 or -1e9.
+    q, k, v = (part.double() for part in _draw(1, 5, 2, 2))
+    q[:], k[:, :3], k[:, 3], k[:, 4] = 1.0, -1e10, -2e10, 0.0
+    longer, cut = (
+        function(q.clone(), k[:, :keys].clone(), v[:, :keys].clone(), torch.tensor([3], dtype=torch.int32), 1.0)
+        for keys in (5, 3)
+    )
+    shows = "the visible keys score -8e10, and keys after them change the output: do you hide those with -inf?"
+    assert torch.allclose(longer, cut, atol=1e-4, equal_nan=True), shows
+
+
+class _Moving(TorchFunctionMode):
+    """Lets `.to` move a tensor off the meta device, which keeps no numbers: it arrives as zeros."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:
+            if func is not torch.Tensor.to:
+                raise
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu").to(*args[1:], **kwargs)
+
+
+@batched_attention.property(
+    "dtype and device are those of q", "new tensors need device=q.device, or they break on a GPU; end with .to(q.dtype)"
+)
+def _(function):
+    q, k, v = (part.bfloat16() for part in _draw(2, 5, 4, 2))
+    lengths = torch.tensor([5, 3], dtype=torch.int32)
+    found = function(q, k, v, lengths.clone(), 1.0).dtype
+    assert found == q.dtype, f"q is bfloat16, the result is {found}"
+    try:
+        # A tensor made without a device lands on another than the rest. It may stay there, or be moved with `.to`.
+        with torch.device("meta"), _Moving():
+            found = function(q, k, v, lengths.clone(), 1.0).device
+    except (RuntimeError, NotImplementedError):
+        return False
+    return found == q.device
+
+
+@batched_attention.property(
+    "large scores do not overflow", "exp(200) is inf: use torch's softmax, or subtract each row's and head's maximum"
+)
+def _(function):
+    for factor in (100, 10_000):
+        q, k, v = _draw(2, 5, 2, 2)
+        q[0, 0] *= factor
+        q[1] *= -factor
+        _matches(function, (q, k, v), [5, 5])
+
+
+@batched_attention.property(
+    "the tensors are unchanged", "masked_fill makes a new tensor; masked_fill_, *= and -= do not"
+)
+def _(function):
+    for heads, kv_heads in ((2, 2), (4, 1)):
+        given = [*_draw(2, 5, heads, kv_heads), torch.tensor([5, 3], dtype=torch.int32)]
+        before = [tensor.clone() for tensor in given]
+        found = function(*given, 0.3)  # not a power of 2: dividing again would not restore every bit
+        changed = [
+            name for name, old, new in zip(("q", "k", "v", "lengths"), before, given, strict=True) if (old != new).any()
+        ]
+        assert not changed, f"the caller's {' and '.join(changed)} changed"
+        kept = found.clone()
+        function(-given[0], *given[1:], 0.3)
+        assert torch.allclose(found, kept, rtol=0, atol=0, equal_nan=True), (
+            "a second call changed the tensor that the first one returned"
+        )

@@ -1,0 +1,213 @@
+"""Checkers of exercises: each names the property that fails and hints at the likely mistake.  Lesson 00.
+
+A lesson's exercises are in files of its folder whose names begin with `checks`. `tests/course/mutants/` has the wrong
+solutions that each checker must detect.
+"""
+
+import functools
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType
+
+from minillm.errors import ConfigError
+from minillm.overrides import NotSolvedYet
+
+from .time_limit import TookTooLong, time_limit
+
+
+@dataclass(frozen=True)
+class Property:
+    """A property of all correct solutions. `holds` gets a candidate; it returns False or raises AssertionError."""
+
+    name: str
+    hint: str
+    holds: Callable[[Callable], bool | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The check of one property on one candidate.
+
+    problem: None if it holds. needs: the stub that it could not be checked without, as `Class.method`.
+    """
+
+    name: str
+    problem: str | None
+    needs: str | None = None
+
+
+class Exercise:
+    """The properties that a learner's function or class of this name must have, in the order shown.
+
+    returns: whether the function has a result; a solution that returns None is then told of its missing `return`.
+    instead: what the lesson uses until the exercise is written, if the text does not say it.
+    seconds: the CPU time that the check of one property may use; a candidate that takes longer is assumed never to end.
+    """
+
+    def __init__(self, name: str, *, returns: bool = True, instead: str = "", seconds: float = 120.0):
+        if name in EXERCISES:
+            raise ConfigError(f"there are two exercises called {name!r}: choose another name for one")
+        self.name, self.returns, self.instead, self.seconds = name, returns, instead, seconds
+        self.properties: list[Property] = []
+        EXERCISES[name] = self
+
+    def example(self, holds: Callable) -> Callable:
+        """A decorator that adds the notebook's own example as a property, which wrong solutions may pass."""
+        return self.property("the example", "compare with the example above")(holds)
+
+    def property(self, name: str, hint: str) -> Callable:
+        """A decorator that adds a property; hint: shown if it does not hold."""
+
+        def add(holds: Callable) -> Callable:
+            self.properties.append(Property(name, hint, holds))
+            return holds
+
+        return add
+
+    def examine(self, candidate: Callable) -> list[Result]:
+        """Check all properties. Raises NotSolvedYet for a stub.
+
+        Of a class with some methods left to write, the properties that need none of these are checked; if there are
+        none, the class raises NotSolvedYet too. After a property that takes too long the others are not checked.
+        """
+        results, too_long = [], ""
+        for each in self.properties:
+            if too_long:
+                results.append(Result(each.name, too_long))
+                continue
+            returned: list = []
+            watched = _watched(candidate, returned) if self.returns else candidate
+            try:
+                with time_limit(self.seconds):
+                    problem = _problem(each, watched, candidate)
+            except TookTooLong:
+                problem = too_long = f"{STOPPED} after {self.seconds:g} seconds: does each of its loops end?"
+            except NotSolvedYet as stub:
+                if not isinstance(candidate, type):
+                    raise
+                results.append(Result(each.name, "not checked yet", needs=str(stub) or candidate.__name__))
+                continue
+            if problem is not None and returned and all(value is None for value in returned):
+                problem = "it returned None: does every path through it end in `return`?"
+            results.append(Result(each.name, problem))
+        if results and all(result.needs for result in results):
+            raise NotSolvedYet(results[0].needs)
+        return results
+
+
+EXERCISES: dict[str, Exercise] = {}
+COURSE = Path(__file__).resolve().parents[1]
+STOPPED = "it was stopped"  # begins the problem of a candidate that takes too long
+
+
+def every() -> dict[str, Exercise]:
+    """The exercises of all lessons by name, in the order of their lessons."""
+    for path in sorted(COURSE.glob("lesson_*/checks*.py")):
+        import_module(f"minillm.course.{path.parent.name}.{path.stem}")
+    return EXERCISES
+
+
+def find(name: str) -> Exercise:
+    """The exercise of this name, from any lesson. Raises ConfigError."""
+    if name not in EXERCISES and name not in every():
+        raise ConfigError(f"no exercise is called {name!r}; there are: {', '.join(sorted(EXERCISES))}")
+    return EXERCISES[name]
+
+
+def check(candidate: Callable) -> None:
+    """Print which of its exercise's properties `candidate` has, with a hint for each that it lacks.  Lesson 00."""
+    name = getattr(candidate, "__name__", repr(candidate))
+    try:
+        exercise = find(name)
+    except ConfigError:  # such as `solution = specification`
+        print(f"{name} is not the name of an exercise: write yours with `def`, under the name that its cell gives it.")
+        return
+    try:
+        results = exercise.examine(candidate)
+    except NotSolvedYet:
+        meanwhile = f"; until then {exercise.instead} is used" if exercise.instead else ""
+        print(f"{name}: not solved yet. Write it above and run both cells{meanwhile}.")
+        return
+    print(name)
+    said: set[str] = set()
+    for result in results:
+        if result.needs:
+            print(f"  – {result.name} (needs {result.needs})")
+            continue
+        print(f"  {'✓' if result.problem is None else '✗'} {result.name}")
+        if result.problem is not None:
+            what, *hint = result.problem.splitlines()
+            if what in said:  # the same mistake breaks several properties: unrelated hints would only confuse
+                print("      the same")
+            else:
+                print(*(f"      {line}" for line in (what, *hint)), sep="\n")
+            said.add(what)
+    held = sum(result.problem is None for result in results)
+    if held == len(results):
+        print(f"Solved: all {held} hold.")
+    elif left := dict.fromkeys(result.needs for result in results if result.needs):
+        print(f"{held} of {len(results)} hold so far. Still to write: {', '.join(map(str, left))}.")
+    else:
+        print(f"{held} of {len(results)} hold.")
+
+
+def _watched(candidate: Callable, returned: list) -> Callable:
+    """The candidate; if it is a function, its results are appended to `returned`."""
+    if not isinstance(candidate, FunctionType):
+        return candidate
+
+    @functools.wraps(candidate)
+    def watched(*args, **kwargs):
+        returned.append(candidate(*args, **kwargs))
+        return returned[-1]
+
+    return watched
+
+
+def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | None:
+    try:
+        return prop.hint if prop.holds(watched) is False else None
+    except NotSolvedYet:
+        raise
+    except AssertionError as error:
+        if _raised_by(candidate, error, prop):
+            return f"it raised {type(error).__name__}: {error}{_line_of(error, candidate)}\n{prop.hint}"
+        said = str(error).strip().split("\n")[0]
+        # The first line of torch.testing's messages only says that it failed.
+        return prop.hint if not said or said.startswith(("Tensor-likes", "Scalars")) else f"{said}\n{prop.hint}"
+    except (Exception, SystemExit) as error:
+        if type(error).__name__ == "InterpreterError" and isinstance(error.__cause__, Exception):
+            inner = _innermost(error)  # inside a Triton kernel: no property's hint is about it
+            return f"it raised {type(inner).__name__}: {inner}{_line_of(inner, candidate)}"
+        place = _line_of(error, candidate)
+        return f"it raised {type(error).__name__}: {error}{place}\n{prop.hint}"
+
+
+def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool:
+    """Whether it is the candidate's own code that raised an error, and not its checker or what that passed in."""
+    parts = vars(candidate).values() if isinstance(candidate, type) else [candidate]
+    own, other = (
+        {code.co_filename for part in each if (code := getattr(part, "__code__", None))}
+        for each in (parts, [checker.holds])
+    )
+    return traceback.extract_tb(error.__traceback__)[-1].filename in own - other
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def _line_of(error: BaseException, candidate: Callable) -> str:
+    """The line of the candidate's source that raised an error, in words, or nothing."""
+    try:
+        file = inspect.getsourcefile(candidate)
+    except (TypeError, OSError):  # a class of a notebook has no file
+        return ""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1]} of its cell)" if lines else ""
