@@ -11,7 +11,7 @@ from minillm.course.shared.interpret import surrounded, untouched
 
 pytest.importorskip("triton", reason="triton is not installed here: it exists for Linux only")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KERNEL = """
 import torch, triton, triton.language as tl
 @triton.jit
