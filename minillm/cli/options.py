@@ -93,11 +93,12 @@ def with_options(*configs: type) -> Callable[[Callable[..., None]], Callable[...
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            unset = [field.name for field in offered if values[field.name] == field.default]
-            if values["quantization"] == "auto":  # the log says what was chosen, and why
+            given = {field.name: values.pop(field.name) for field in offered}
+            given = {field.name: given[field.name] for field in offered if given[field.name] != field.default}
+            if given.get("quantization") == "auto":  # the log says what was chosen, and why
                 show_logs(reports_to=sys.stderr)
             with friendly_errors():
-                command(**engine_options({name: value for name, value in values.items() if name not in unset}))
+                command(**engine_options(given), **values)
 
         vars(run)["__signature__"] = own.replace(parameters=parameters)  # what typer makes the options from
         run.__annotations__ = {each.name: each.annotation for each in parameters}
