@@ -75,11 +75,20 @@ def _sentence(text: str) -> str:
 
 def _parameter(field: Field) -> inspect.Parameter:
     shown, variable = field.default is not None and not isinstance(field.default, bool), field.metadata.get("envvar")
+    flags = [field.metadata["flag"]] if "flag" in field.metadata else []
     option = typer.Option(
-        help=_sentence(field.metadata["help"]), show_default=shown, envvar=variable, show_envvar=variable is not None
+        *flags,
+        help=_sentence(field.metadata["help"]),
+        show_default=shown,
+        envvar=variable,
+        show_envvar=variable is not None,
     )
-    kind = getitem(Annotated, (field.type, option))
+    kind = getitem(Annotated, (_given_as(field), option))
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
+
+
+def _given_as(field: Field) -> Any:
+    return field.metadata.get("given_as", field.type)
 
 
 def with_options(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -88,7 +97,7 @@ def with_options(*configs: type) -> Callable[[Callable[..., None]], Callable[...
     def given(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command)
         kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        offered = [field for config in configs for field in fields(config)]
+        offered = [field for config in configs for field in fields(config) if _given_as(field) is not None]
         parameters = [*kept, *map(_parameter, offered)]
 
         @functools.wraps(command)
