@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from minillm.config import EngineConfig
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError
 from minillm.from_vllm.options import engine_options
 
 Model = Annotated[
@@ -28,6 +28,7 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")]
 JsonPath = Annotated[
     Path | None,
     typer.Option("--json", help="Write the record into this file too; a name without .json: into data/results/."),
@@ -52,6 +53,13 @@ def friendly_errors() -> Iterator[None]:
             message += ". `minillm doctor` says what is missing and how to install it"
         print(f"minillm: {message}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """Return the model, which may be an argument or an option. Raises ConfigError for two of them."""
+    if None not in (argument, option) and argument != option:
+        raise ConfigError(f"the model is given twice, as {argument!r} and as {option!r}: leave one out")
+    return argument or option
 
 
 def show_logs(level: str = "warning", reports_to: TextIO | None = None) -> None:
