@@ -103,6 +103,10 @@ class NoAssembly(CUDABackend):
         super().__init__(target)
         self.binary_ext = "llir"
 
+    def hash(self) -> str:
+        """A key of its own: what is compiled here cannot be launched, so no engine may find it in Triton's cache."""
+        return f"{super().hash()}-as-far-as-llvm"
+
     def add_stages(self, stages, options, language):
         super().add_stages(stages, options, language)
         del stages["ptx"], stages["cubin"]

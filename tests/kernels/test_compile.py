@@ -45,3 +45,16 @@ def test_a_norm_adds_up_squares_in_one_order_whatever_it_writes(compiled):
     """A thread with other columns, for the sake of stores of codes, would exchange the row's sum in shared memory."""
     needs = [each for each in compiled if each["kernel"] == "add_rms_norm_kernel"]
     assert len(needs) > 1 and len({(each["shared"], each["warps"]) for each in needs}) == 1
+
+
+def test_an_engine_does_not_find_in_tritons_cache_what_cannot_be_launched():
+    code = """
+import runpy, sys
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+tool, target = runpy.run_path(sys.argv[1]), GPUTarget("cuda", 90, 32)
+assert CUDABackend(target).hash() == CUDABackend(target).hash() != tool["NoAssembly"](target).hash()
+"""
+    command = [sys.executable, "-c", code, ROOT / "tools" / "compile_kernels.py"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

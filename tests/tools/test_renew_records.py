@@ -10,6 +10,8 @@ from tools import renew_records
 OTHERS = {
     *("h200/ceiling-h200", "h200/transformers-h200", "h200/vllm-h200", "h200/vllm-fp8kv-and-families-h200"),
     *("h200/vllm-server-h200", "h200/before-after", "h200/before-after-long", "h200/tiny-gemma-training"),
+    *("h100/before-after", "h100/before-after-long", "h100/before-after-silo", "h100/before-after-fp8"),
+    *("h200/before-after-fp8-chat",),
     *("cpu/offline", "cpu/timeline", "cpu/state-machine"),
 }
 OURS = [(device, name) for device, known in renew_records.RECORDS.items() for name in known]
