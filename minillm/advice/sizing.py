@@ -122,7 +122,8 @@ def parameters(config: ModelConfig) -> int:
         biases += hidden
     if config.mlp_bias:
         biases += 2 * inner + hidden
-    norms = sum(config.head_dim if name in ("q_norm", "k_norm") else hidden for name in _norms(config))
+    names = ARCHITECTURES[config.architecture].norms
+    norms = sum(config.head_dim if name in ("q_norm", "k_norm") else hidden for name in names)
     matrices = 1 if config.tie_word_embeddings else 2
     return matrices * config.vocab_size * hidden + config.num_layers * (attention + mlp + biases + norms) + hidden
 
@@ -151,10 +152,6 @@ def kv_bytes(config: ModelConfig, context: int, dtype: str = "bfloat16", *, bloc
 
 def _layer_bytes(config: ModelConfig, dtype: str) -> int:
     return 2 * config.num_kv_heads * (config.head_dim * _bits(dtype) // 8 + CACHE_SCALE_BYTES.get(dtype, 0))
-
-
-def _norms(config: ModelConfig) -> dict[str, str]:
-    return ARCHITECTURES[config.architecture].norms
 
 
 def _bits(dtype: str) -> int:

@@ -22,6 +22,7 @@ import torch
 from minillm.engine.engine import Engine
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
+from minillm.model.loader import resolve_device
 from minillm.request import Delta, SamplingParams
 from minillm.scheduler.policies import POLICIES, PolicyName
 from minillm.scheduler.scheduler import Scheduler
@@ -76,8 +77,7 @@ def run(
     if repeat < 1:
         raise ConfigError(f"repeat must be a whole number from 1, not {repeat!r}")
     begun = records.begin(json_path)
-    device = engine_options.get("device", "auto")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]
+    device = resolve_device(str(engine_options.get("device", "auto"))).split(":")[0]
     usual = DEFAULTS[device]
     load = BatchingLoad(
         rows=usual.rows if rows is None else rows,

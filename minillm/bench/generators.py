@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from minillm.errors import ConfigError, MinillmError
+from minillm.errors import MinillmError
 
 from .clients import Client, RequestTimes, Target, closed_loop, open_loop
 from .workloads import BenchRequest
@@ -51,13 +51,6 @@ class Report:
 
     measured: list[RequestTimes]
     cpu_s: float
-
-
-def check_count(generators: int) -> int:
-    """Return the number of processes. Raises ConfigError."""
-    if not isinstance(generators, int) or generators < 1:
-        raise ConfigError(f"generators must be a whole number of processes from 1, not {generators!r}")
-    return generators
 
 
 def run(

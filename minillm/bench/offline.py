@@ -12,7 +12,7 @@ import torch
 
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
-from minillm.model.loader import DTYPES
+from minillm.model.loader import resolve_device
 from minillm.request import SamplingParams
 from minillm.values import shown
 
@@ -117,10 +117,9 @@ def run(
     begun = records.begin(json_path)
     engine = Minillm(model, dtype=dtype, device=device, load_format=load_format, **engine_options)
     config = engine.llm.model_config
-    settings = _settings(dtype, device, config.dtype)
-    like = {"dtype": settings["dtype"], "device": settings["device"], "load_format": load_format}
-    peers = [PEERS[name](model, **like) for name in compared]
-    common = settings | {"scale": scale, "temperature": temperature}
+    ran: dict[str, Any] = {"dtype": engine.llm.engine.facts.dtype, "device": resolve_device(str(device))}
+    peers = [PEERS[name](model, **ran, load_format=load_format) for name in compared]
+    common = ran | {"threads": torch.get_num_threads(), "scale": scale, "temperature": temperature}
     results = []
     try:
         for name in chosen:
@@ -130,21 +129,11 @@ def run(
             found[0] |= engine.formats()
             results += found
             if not quiet:
-                print(table(_of(results, name)), flush=True)
+                print(table(found), flush=True)
     finally:
         engine.llm.close()
     content = records.record(results, begun)
     return records.publish(content, json_path, caveat(content), quiet=quiet)
-
-
-def _settings(dtype: str, device: str, checkpoint_dtype: str) -> dict[str, Any]:
-    """dtype, device and threads as the engine resolved them."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto":
-        dtype = "float32" if torch.device(device).type == "cpu" else checkpoint_dtype
-    assert dtype in DTYPES
-    return {"dtype": dtype, "device": device, "threads": torch.get_num_threads()}
 
 
 def _alternate(
@@ -216,10 +205,6 @@ def caveat(record: dict) -> str:
     if (cores := worst["other_programs_cores"]) is not None:
         caveat += f", and other programs took {cores:.1f} of {record['machine']['cores']} cores"
     return f"{caveat}. Do not compare speeds by this run; repeat it on a quiet machine."
-
-
-def _of(results: list[dict], workload: str) -> list[dict]:
-    return [row for row in results if row["workload"] == workload]
 
 
 def table(results: Sequence[dict]) -> str:

@@ -211,18 +211,6 @@ def memory(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     return plain(ax)
 
 
-def memory_over_time(record: Mapping[str, Any], cache: int = 0, ax: "Axes | None" = None) -> "Axes":
-    """The same shares over the steps of a run, for one of a batching record's caches (by its index)."""
-    row = [row for row in record["results"] if row["part"] == "memory"][cache]
-    ax = ax or new_axes()
-    points = len(row["timeline"]["used"])
-    steps = [place * (row["steps"] - 1) / max(1, points - 1) for place in range(points)]
-    series = [row["timeline"][name] for name in SHARES]
-    ax.stackplot(steps, series, labels=[label for label, _ in SHARES.values()], colors=[c for _, c in SHARES.values()])
-    ax.set(xlabel="step", ylabel="share of the cache's memory", xlim=(0, steps[-1]), ylim=(0, 1), title=row["cache"])
-    return plain(ax)
-
-
 def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """What each quantization method loses against the bytes of its weights, from a record of `minillm eval --compare`.
 

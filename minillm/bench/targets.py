@@ -19,6 +19,7 @@ from minillm.errors import ConfigError, Unreachable
 from . import generators
 from .clients import Target
 from .generators import LoadError
+from .serve_bench import ServeBench
 from .workloads import BenchRequest
 
 CARD_TIMEOUT = 10  # seconds for the list of models
@@ -44,21 +45,13 @@ class Server:
     dtype: str | None
 
 
-def find(
-    url: str,
-    *,
-    model: str | None = None,
-    api_key: str | None = None,
-    allow_remote: bool = False,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-) -> Server:
+def find(url: str, settings: ServeBench) -> Server:
     """Look up a server's model and find out how to ask it. Raises ConfigError, Unreachable or LoadError."""
-    base = address(url, allow_remote=allow_remote)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    card = _card(base, headers, model)
-    target = Target(base, card["id"], temperature, headers)
-    vocabulary = vocab_size or card.get("vocab_size") or VOCABULARY
+    base = address(url, allow_remote=settings.allow_remote)
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    card = _card(base, headers, settings.model)
+    target = Target(base, card["id"], settings.temperature, headers)
+    vocabulary = settings.vocab_size or card.get("vocab_size") or VOCABULARY
     ours = card.get("owned_by") == "minillm" or "vocab_size" in card
     engine = "minillm serve" if ours else card.get("owned_by") or urlsplit(base).netloc
     return Server(target if ours else _probe(target, vocabulary), engine, vocabulary, card.get("dtype"))

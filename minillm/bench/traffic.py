@@ -13,6 +13,7 @@ from typing import Any
 from minillm.errors import ConfigError
 
 from . import workloads
+from .serve_bench import ServeBench
 from .workloads import BenchRequest, Workload
 
 PATTERNS = ("chat", "silo", "liso", "lilo")  # short or long input, short or long output
@@ -52,32 +53,19 @@ class Load:
         return workloads.poisson(made, self.facts["rate"], seed=seed) if "rate" in self.facts else made
 
 
-def plan(
-    *,
-    concurrency: int | None = None,
-    sweep: Sequence[int] | None = None,
-    rate: float | None = None,
-    trace: str | Path | None = None,
-    due: Sequence[float] | None = None,
-    speed: float | None = None,
-    workload: str = PATTERNS[0],
-    patterns: bool = False,
-    input_len: int | Sequence[int] | None = None,
-    output_len: int | Sequence[int] | None = None,
-    scale: int | None = None,
-    requests: int | None = REQUESTS,
-) -> list[Load]:
-    """The loads that these settings describe; `serve.run` explains them. Raises ConfigError."""
-    arrivals = _arrivals(concurrency, sweep, rate, trace, due, speed)
-    count = requests if due is None else len(due)
-    if input_len is None and output_len is None:
-        works = [workloads.find(name) for name in (PATTERNS if patterns else (workload,))]
+def plan(settings: ServeBench) -> list[Load]:
+    """The loads that these settings describe. Raises ConfigError."""
+    arrivals = _arrivals(settings)
+    sweep, trace, due, scale = settings.sweep, settings.trace, settings.due, settings.scale
+    count = settings.requests if due is None else len(due)
+    if settings.input_len is None and settings.output_len is None:
+        names = PATTERNS if settings.patterns else (settings.workload,)
+        works = [workloads.find(name) for name in names]
         scale = SCALE if scale is None else scale
     else:
-        others = {"scale": scale is not None, "trace": trace is not None, "patterns": patterns}
-        works = _exact(input_len, output_len, count or REQUESTS, [name for name, given in others.items() if given])
+        works = _exact(settings, count or REQUESTS)
         scale = 1
-    if patterns and trace is not None:
+    if settings.patterns and trace is not None:
         raise ConfigError("a trace brings its own requests: leave patterns out")
     return [
         Load(
@@ -97,27 +85,21 @@ def _enough(work: Workload, facts: dict[str, Any], sweep: Sequence[int] | None) 
     return work if sweep is None else replace(work, requests=max(work.requests, EACH_CLIENT * facts["concurrency"]))
 
 
-def _exact(
-    input_len: int | Sequence[int] | None, output_len: int | Sequence[int] | None, requests: int, others: list[str]
-) -> list[Workload]:
+def _exact(settings: ServeBench, requests: int) -> list[Workload]:
     """A workload for each pair of lengths. Raises ConfigError."""
-    if input_len is None or output_len is None:
+    if settings.input_len is None or settings.output_len is None:
         raise ConfigError("input_len and output_len go together: give both, or name a workload")
-    if others:
-        raise ConfigError(f"input_len and output_len are exact lengths: leave {others[0]} out")
-    inputs, outputs = ([each] if isinstance(each, int) else each for each in (input_len, output_len))
+    for name in ("scale", "trace", "patterns"):
+        if getattr(settings, name) not in (None, False):
+            raise ConfigError(f"input_len and output_len are exact lengths: leave {name} out")
+    inputs, outputs = ([each] if isinstance(each, int) else each for each in (settings.input_len, settings.output_len))
     return [workloads.exact(one, other, requests) for one, other in itertools.product(inputs, outputs)]
 
 
-def _arrivals(
-    concurrency: int | None,
-    sweep: Sequence[int] | None,
-    rate: float | None,
-    trace: str | Path | None,
-    due: Sequence[float] | None,
-    speed: float | None,
-) -> list[dict[str, Any]]:
+def _arrivals(settings: ServeBench) -> list[dict[str, Any]]:
     """How the requests of each load arrive, as fields of the record. Raises ConfigError."""
+    concurrency, sweep, rate, trace = settings.concurrency, settings.sweep, settings.rate, settings.trace
+    due, speed = settings.due, settings.speed
     ways = {"concurrency": concurrency, "sweep": sweep, "rate": rate, "trace": trace, "due": due}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from minillm.config import EngineConfig, EngineOptions
-from minillm.errors import ConfigError
 from minillm.from_vllm.command_line import Group, Serve
 from minillm.server.config import ServerConfig, ServerOptions, split
 from minillm.version import __version__
@@ -18,7 +17,7 @@ from minillm.version import __version__
 from .bench import bench_app
 from .course import course_app
 from .models import download, hint_at_trained, models
-from .options import JsonPath, Model, show_logs, with_engine_options, with_options
+from .options import JsonPath, Model, ModelOption, one_model, show_logs, with_engine_options, with_options
 from .quality import evaluate, quantize
 from .report import report
 
@@ -127,7 +126,7 @@ def serve(
         str | None,
         typer.Argument(help="A directory, a name of `minillm models`, org/name, a GGUF file. Default: tiny-gemma."),
     ] = None,
-    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
+    model_option: ModelOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="The name clients use for the model.")] = None,
@@ -149,15 +148,14 @@ def serve(
     else:
         show_logs(level)
         logs.unhurried()
-    if None not in (model, model_option) and model != model_option:
-        raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
+    model = one_model(model, model_option)
     if list_profiles:
         from minillm.advice import profiles
 
-        print(profiles.find(model or model_option, **split(options)[1]))
+        print(profiles.find(model, **split(options)[1]))
         return
     server.serve(
-        model or model_option,
+        model,
         host=host,
         port=port,
         served_model_name=served_model_name,

@@ -1,16 +1,16 @@
 """`minillm bench`: measure the engine."""
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Unpack
 
 import typer
 
+from minillm.bench.serve_bench import ServeBench
 from minillm.config import EngineOptions
 from minillm.errors import ConfigError
 from minillm.from_vllm.command_line import BenchServe, Group
 
-from .options import JsonPath, Model, friendly_errors, with_engine_options
+from .options import JsonPath, Model, with_engine_options, with_options
 
 # The defaults of options that can be repeated.
 OFFLINE = ["single", "mixed"]
@@ -64,51 +64,11 @@ def offline(
 
 
 @bench_app.command("serve", cls=BenchServe)
+@with_options(ServeBench)
 def bench_serve(
     url: Annotated[list[str], typer.Option(help="A server, without /v1; repeatable: the same loads for each.")] = URLS,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Let --url name other machines: only those that you may load.")
-    ] = False,
-    model: Annotated[str | None, typer.Option(help="The model to ask for.  [default: the first listed]")] = None,
     served_model_name: Annotated[str | None, typer.Option(hidden=True)] = None,  # vLLM's, where --model may be a path
-    api_key: Annotated[str | None, typer.Option(help="Sent with each request; no record has it.")] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Closed loop: clients, each with one request at a time.  [default: 8]")
-    ] = None,
-    sweep: Annotated[
-        str | None, typer.Option(help="Such a closed loop for each of these numbers of clients: 1,2,4,8.")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Open loop: Poisson arrivals, requests a second; inf: a closed loop.")
-    ] = None,
-    trace: Annotated[
-        str | None, typer.Option(help="Open loop: replay a traffic trace: conversation, or a file.")
-    ] = None,
-    speed: Annotated[float | None, typer.Option(help="Replay the trace this many times as fast.  [default: 1]")] = None,
-    workload: Annotated[
-        str, typer.Option(help="A workload's name or its first word; a trace brings its own.")
-    ] = "chat",
-    patterns: Annotated[
-        bool, typer.Option("--patterns", help="Four workloads: short and long inputs with short and long outputs.")
-    ] = False,
-    input_len: Annotated[
-        str | None, typer.Option(help="Prompts of exactly this many tokens, not a workload's; 128,512 for a grid.")
-    ] = None,
-    output_len: Annotated[str | None, typer.Option(help="Answers of exactly this many tokens.")] = None,
-    scale: Annotated[int | None, typer.Option(help="Divide a workload's lengths by this.  [default: 8]")] = None,
-    requests: Annotated[int | None, typer.Option(help="Only the first this many requests.")] = 64,
-    warmup: Annotated[int, typer.Option(help="Requests before the measurement, in none of its figures.")] = 1,
-    generators: Annotated[int, typer.Option(help="Processes of the load generator, which share the clients.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of prompts and Poisson arrivals.")] = 0,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
-    slo: Annotated[
-        str | None, typer.Option(help="Most seconds of a good request: ttft=0.5,itl=0.05,e2e=10; counts goodput.")
-    ] = None,
-    gpu_price: Annotated[float | None, typer.Option(help="Dollars for a GPU and hour: prints a token's cost.")] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs of the server, for --gpu-price.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds for each load.")] = 600.0,
-    json_path: JsonPath = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the record into this file (.svg, .png, .pdf).")] = None,
+    **settings: Any,
 ) -> None:
     """Load a running server; prints rates and latencies and, last, the record as one line of JSON.
 
@@ -116,34 +76,14 @@ def bench_serve(
     """
     from minillm.bench import figures, serve
 
-    with friendly_errors():
-        serve.run(
-            url,
-            allow_remote=allow_remote,
-            model=served_model_name or model,
-            api_key=api_key,
-            sweep=None if sweep is None else _counts("--sweep", sweep),
-            patterns=patterns,
-            slo=None if slo is None else figures.parse_slo(slo),
-            gpu_price=gpu_price,
-            gpus=gpus,
-            concurrency=concurrency,
-            rate=None if rate == math.inf else rate,
-            trace=trace,
-            speed=speed,
-            workload=workload,
-            input_len=None if input_len is None else _counts("--input-len", input_len),
-            output_len=None if output_len is None else _counts("--output-len", output_len),
-            scale=scale,
-            requests=requests,
-            warmup=warmup,
-            generators=generators,
-            seed=seed,
-            temperature=temperature,
-            timeout=timeout,
-            json_path=json_path,
-            plot_path=plot,
-        )
+    for name in ("sweep", "input_len", "output_len"):
+        if name in settings:
+            settings[name] = _counts(f"--{name.replace('_', '-')}", settings[name])
+    if "slo" in settings:
+        settings["slo"] = figures.parse_slo(settings["slo"])
+    if settings.get("rate") == math.inf:
+        del settings["rate"]
+    serve.run(url, **settings | ({"model": served_model_name} if served_model_name else {}))
 
 
 @bench_app.command()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from minillm.config import EngineConfig
-from minillm.errors import MinillmError
+from minillm.errors import ConfigError, MinillmError
 from minillm.from_vllm.options import engine_options
 
 Model = Annotated[
@@ -28,6 +28,7 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")]
 JsonPath = Annotated[
     Path | None,
     typer.Option("--json", help="Write the record into this file too; a name without .json: into data/results/."),
@@ -54,6 +55,13 @@ def friendly_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """Return the model, which may be an argument or an option. Raises ConfigError for two of them."""
+    if None not in (argument, option) and argument != option:
+        raise ConfigError(f"the model is given twice, as {argument!r} and as {option!r}: leave one out")
+    return argument or option
+
+
 def show_logs(level: str = "warning", reports_to: TextIO | None = None) -> None:
     """Write minillm's log to the terminal: what a command reports to stdout, warnings from `level` on to stderr.
 
@@ -75,11 +83,20 @@ def _sentence(text: str) -> str:
 
 def _parameter(field: Field) -> inspect.Parameter:
     shown, variable = field.default is not None and not isinstance(field.default, bool), field.metadata.get("envvar")
+    flags = [field.metadata["flag"]] if "flag" in field.metadata else []
     option = typer.Option(
-        help=_sentence(field.metadata["help"]), show_default=shown, envvar=variable, show_envvar=variable is not None
+        *flags,
+        help=_sentence(field.metadata["help"]),
+        show_default=shown,
+        envvar=variable,
+        show_envvar=variable is not None,
     )
-    kind = getitem(Annotated, (field.type, option))
+    kind = getitem(Annotated, (_given_as(field), option))
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
+
+
+def _given_as(field: Field) -> Any:
+    return field.metadata.get("given_as", field.type)
 
 
 def with_options(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -88,16 +105,17 @@ def with_options(*configs: type) -> Callable[[Callable[..., None]], Callable[...
     def given(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command)
         kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        offered = [field for config in configs for field in fields(config)]
+        offered = [field for config in configs for field in fields(config) if _given_as(field) is not None]
         parameters = [*kept, *map(_parameter, offered)]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            unset = [field.name for field in offered if values[field.name] == field.default]
-            if values["quantization"] == "auto":  # the log says what was chosen, and why
+            given = {field.name: values.pop(field.name) for field in offered}
+            given = {field.name: given[field.name] for field in offered if given[field.name] != field.default}
+            if given.get("quantization") == "auto":  # the log says what was chosen, and why
                 show_logs(reports_to=sys.stderr)
             with friendly_errors():
-                command(**engine_options({name: value for name, value in values.items() if name not in unset}))
+                command(**engine_options(given), **values)
 
         vars(run)["__signature__"] = own.replace(parameters=parameters)  # what typer makes the options from
         run.__annotations__ = {each.name: each.annotation for each in parameters}

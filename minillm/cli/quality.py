@@ -1,6 +1,5 @@
 """`minillm quantize` and `minillm eval`: make a model smaller, and measure what it loses."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 
 from minillm.errors import ConfigError
 
-from .options import JsonPath, Model, friendly_errors, with_engine_options
+from .options import JsonPath, Model, ModelOption, friendly_errors, one_model, with_engine_options
 
 # option of `minillm quantize` -> the parameter of `Method` that it sets
 PARAMETERS = {
@@ -102,9 +101,7 @@ def evaluate(
         content |= {"source": found.source, "rounded": found.rounded}
         if found.remark:
             print(f"{name}: {found.remark}")
-    if json_path is not None:
-        records.write(content, json_path)
-    print(json.dumps(content))
+    records.publish(content, json_path)
 
 
 def split_names(given: Iterable[str]) -> list[str]:
@@ -136,7 +133,7 @@ def quantize(
     model: Annotated[
         str | None, typer.Argument(help="A model, as for `eval --model`. Default: the embedded tiny-gemma.")
     ] = None,
-    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
+    model_option: ModelOption = None,
     out: Annotated[Path | None, typer.Option(help="The directory to write; it must be new or empty.")] = None,
     method: Annotated[
         str | None,
@@ -188,8 +185,7 @@ def quantize(
     with friendly_errors():
         from minillm.calibration import methods, quantize
 
-        if model is not None and model_option is not None:
-            raise ConfigError("the model is given twice: as an argument and with --model")
+        model = one_model(model, model_option)
         if out is None:
             raise ConfigError("--out is missing: name the directory to write")
         if (method is None) == (recipe is None):
@@ -216,7 +212,7 @@ def quantize(
             own = replace(own, **{PARAMETERS[option]: value for option, value in given.items()})
             chosen = methods.MethodRecipe.of(own, head)
         done = quantize.quantize(
-            model or model_option,
+            model,
             replace(chosen, rotate=rotate),
             out,
             text=text,

@@ -5,9 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minillm.errors import ConfigError
-
-from .options import show_logs, with_engine_options
+from .options import ModelOption, one_model, show_logs, with_engine_options
 from .quality import split_names
 
 
@@ -17,7 +15,7 @@ def report(
         str | None,
         typer.Argument(help="An unquantized model, as for `eval --model`. Default: the embedded tiny-gemma."),
     ] = None,
-    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same, as an option.")] = None,
+    model_option: ModelOption = None,
     out: Annotated[Path, typer.Option(help="The page to write; the record is written next to it, as .json.")] = Path(
         "report.html"
     ),
@@ -56,8 +54,7 @@ def report(
 
     The page is one HTML file that needs no network and explains its figures. The exit status is 1 if a part failed.
     """
-    if None not in (model, model_option) and model != model_option:
-        raise ConfigError(f"the model is given twice, as {model!r} and as {model_option!r}: leave one out")
+    model = one_model(model, model_option)
     import time
 
     from minillm.report.run import run
@@ -69,7 +66,7 @@ def report(
         print(f"{time.perf_counter() - begin:5.0f} s  {line}", flush=True)
 
     found = run(
-        model or model_option,
+        model,
         out=out,
         quick=quick,
         versions=split_names(versions or ()),

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from minillm.advice.sizing import kv_bytes_per_token
 from minillm.bench import offline, serve
 from minillm.bench.figures import cost
@@ -234,8 +232,3 @@ def comparable(served: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 def _priced(row: dict[str, Any], settings: ReportSettings) -> dict[str, Any]:
     return row if settings.price is None else row | {"cost": cost(row, settings.price)}
-
-
-def threads() -> int:
-    """Threads of torch's CPU operations, which the speeds depend on."""
-    return torch.get_num_threads()

@@ -1,8 +1,11 @@
 """A report from its beginning to its files: the page, and the record with all measurements next to it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from minillm.bench import records
 from minillm.engine.llm import LLM
@@ -85,8 +88,8 @@ def run(
         "compared": [version.name for version in chosen],
         "left_out": left_out,
         "facts": facts,
-        "settings": settings.as_record(),
-        "threads": measure.threads(),
+        "settings": asdict(settings),
+        "threads": torch.get_num_threads(),
         "other_programs_cores": found.other_cores,
         "failures": found.failures,
         "record": target.name,

@@ -3,9 +3,8 @@
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minillm.errors import ConfigError, MissingPackage
 from minillm.evaluate import tasks
@@ -58,10 +57,6 @@ class ReportSettings:
     served: tuple[str, ...] | None = None
     price: float | None = None
     quick: bool = False
-
-    def as_record(self) -> dict[str, Any]:
-        """The settings as fields of a record."""
-        return asdict(self)
 
 
 def settle(

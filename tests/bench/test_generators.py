@@ -13,6 +13,7 @@ import pytest
 from minillm.bench import generators, serve
 from minillm.bench.clients import Target
 from minillm.bench.generators import LoadError, Share
+from minillm.bench.serve_bench import ServeBench
 from minillm.bench.workloads import BenchRequest
 from minillm.errors import ConfigError
 from tests.bench.fake import at_once, faked, only_when_all_have_come
@@ -93,7 +94,7 @@ def test_a_process_imports_no_torch_and_no_package_that_reads_http():
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, None])
 def test_a_number_of_processes_that_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError, match="generators must be a whole number"):
-        generators.check_count(wrong)
+        ServeBench(generators=wrong)
 
 
 def test_the_busiest_process_is_the_one_reported(monkeypatch, capsys):

@@ -121,7 +121,6 @@ def test_batching_plots_show_medians_runs_latencies_and_shares():
     bars = plots.memory(BATCHING).patches
     assert [bar.get_width() for bar in bars] == pytest.approx([0.9, 0.05, 0.03, 0.02])
     assert bars[-1].get_x() + bars[-1].get_width() == pytest.approx(1)
-    assert len(plots.memory_over_time(BATCHING).collections) == 4
 
 
 PRECISIONS = {"losses": "cpu/quantization", "precisions": "h200/quantization"}

@@ -4,6 +4,7 @@ import pytest
 
 from minillm.bench import serve, serving_plots, traffic
 from minillm.bench.clients import RequestTimes
+from minillm.bench.serve_bench import ServeBench
 
 
 def answered(place: int, prompt: int, tokens: int, clients: int) -> RequestTimes:
@@ -17,7 +18,7 @@ def answered(place: int, prompt: int, tokens: int, clients: int) -> RequestTimes
 def swept() -> dict:
     """A grid of lengths under two loads on two servers, as `serve.run` writes it."""
     results = []
-    for load in traffic.plan(input_len=[4, 8], output_len=[2, 6], sweep=[1, 3], requests=4):
+    for load in traffic.plan(ServeBench(input_len=[4, 8], output_len=[2, 6], sweep=[1, 3], requests=4)):
         work = load.make(300, 0)
         for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
             measured = [

@@ -3,34 +3,35 @@
 import pytest
 
 from minillm.bench import traffic
+from minillm.bench.serve_bench import ServeBench
 from minillm.errors import ConfigError
 
 
 def test_the_four_patterns_have_short_and_long_inputs_with_short_and_long_outputs():
-    loads = traffic.plan(patterns=True, requests=3, scale=1)
+    loads = traffic.plan(ServeBench(patterns=True, requests=3, scale=1))
     lengths = [(len(load.make(300, 0)[0].prompt), load.make(300, 0)[0].output_tokens) for load in loads]
     assert lengths == [(128, 128), (128, 2048), (2048, 128), (2048, 512)]
     assert {load.concurrency for load in loads} == {traffic.CONCURRENCY}
 
 
 def test_lengths_make_a_grid_and_a_sweep_multiplies_it():
-    loads = traffic.plan(input_len=[4, 8], output_len=[2, 3, 5], sweep=[1, 4], requests=6)
+    loads = traffic.plan(ServeBench(input_len=[4, 8], output_len=[2, 3, 5], sweep=[1, 4], requests=6))
     assert [(load.name, load.concurrency) for load in loads] == [
         (f"exact_{one}_{other}", clients) for one in (4, 8) for other in (2, 3, 5) for clients in (1, 4)
     ]
-    assert traffic.plan(input_len=4, output_len=2)[0].name == "exact_4_2"
+    assert traffic.plan(ServeBench(input_len=4, output_len=2))[0].name == "exact_4_2"
 
 
 def test_a_sweep_sends_each_client_several_requests_even_beyond_the_workload():
-    few, many = traffic.plan(sweep=[1, 16], requests=8)
+    few, many = traffic.plan(ServeBench(sweep=[1, 16], requests=8))
     assert (len(few.make(300, 0)), len(many.make(300, 0))) == (8, 64)
-    (single,) = traffic.plan(workload="single", sweep=[3])
+    (single,) = traffic.plan(ServeBench(workload="single", sweep=[3]))
     assert len(single.make(300, 0)) == 12
-    assert len(traffic.plan(workload="single", sweep=[3], requests=None)[0].make(300, 0)) == 12
+    assert len(traffic.plan(ServeBench(workload="single", sweep=[3], requests=None))[0].make(300, 0)) == 12
 
 
 def test_a_larger_load_begins_with_the_same_requests():
-    few, many = traffic.plan(workload="mixed", sweep=[1, 16], requests=8)
+    few, many = traffic.plan(ServeBench(workload="mixed", sweep=[1, 16], requests=8))
     assert many.make(300, 0)[:8] == few.make(300, 0)
 
 
@@ -46,4 +47,4 @@ def test_a_larger_load_begins_with_the_same_requests():
 )
 def test_loads_that_cannot_be_are_errors(wrong, message):
     with pytest.raises(ConfigError, match=message):
-        traffic.plan(**wrong)
+        traffic.plan(ServeBench(**wrong))

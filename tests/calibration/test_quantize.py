@@ -325,7 +325,8 @@ def test_a_method_refuses_parameters_that_it_does_not_take():
 def test_the_model_is_an_argument_or_an_option(tmp_path):
     for place, words in (("one", [EMBEDDED]), ("two", ["--model", EMBEDDED])):
         assert run(*words, "--method", "int8", "--out", tmp_path / place).exit_code == 0
-    assert run(EMBEDDED, "-m", EMBEDDED, "--method", "int8", "--out", tmp_path / "three").exit_code == 2
+    both = run(EMBEDDED, "-m", tmp_path / "one", "--method", "int8", "--out", tmp_path / "three")
+    assert both.exit_code == 2 and "the model is given twice" in both.stderr
 
 
 def saved_bytes(model):

@@ -116,7 +116,7 @@ def drain(engine: Engine) -> None:
 
 
 OPTIONS = [
-    {"max_num_seqs": 32, "max_num_batched_tokens": 300, "num_blocks": 110, "run_ahead": 2},
+    {"max_num_seqs": 32, "max_num_batched_tokens": 300, "num_blocks": 60, "run_ahead": 2},
     {"max_num_seqs": 7, "max_num_batched_tokens": 64, "num_blocks": 60, "run_ahead": 3, "block_size": 8},
     {"max_num_seqs": 1, "run_ahead": 3},  # batches of one: the fused step on a GPU
     {"max_num_seqs": 24, "max_num_batched_tokens": 300, "num_blocks": 60, "run_ahead": 2, "often": 0.99},
@@ -150,7 +150,8 @@ def test_random_requests_with_random_aborts_get_the_right_tokens(options, teache
         assert fused, "the fused step never ran"
     reasons = {tracked.completion.finish_reason for tracked, _ in requests}
     assert reasons >= {"abort", "length"} and not kinds
-    assert preempted or "num_blocks" not in options or not ON_GPU, "no request was preempted: there are too many blocks"
+    # With some other seeds no request lacks blocks.
+    assert preempted or "num_blocks" not in options or SEED, "no request was preempted: there are too many blocks"
     tokens, wrong, at_edges = judge(teacher, requests)
     print(f"{len(requests)} requests, {tokens} tokens, {wrong} wrong, {at_edges} at edges, {preempted} preemptions")
     assert tokens > 8 * REQUESTS

@@ -38,7 +38,8 @@ def test_every_kernel_is_compiled(compiled):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 in_source.add(node.name)
-    assert in_source == {needs["kernel"] for needs in compiled}
+    lacking = {"fp8_rows_kernel"} if compiled[0]["capability"] < 89 else set()  # no products of FP8 numbers there
+    assert {needs["kernel"] for needs in compiled} == in_source - lacking
 
 
 def test_a_norm_adds_up_squares_in_one_order_whatever_it_writes(compiled):

@@ -82,6 +82,13 @@ def test_only_the_options_that_were_set_reach_the_server(monkeypatch):
     assert seen == fixed | {"model": "somewhere", "max_num_seqs": 7, "enable_prefix_caching": False}
 
 
+def test_the_served_name_reaches_the_server(monkeypatch):
+    seen = []
+    monkeypatch.setattr("minillm.server.serve", lambda model, **options: seen.append(options["served_model_name"]))
+    assert run("serve", "--served-model-name", "mine").exit_code == 0
+    assert seen == ["mine"]
+
+
 @pytest.mark.parametrize("words", [["somewhere"], ["--model", "somewhere"], ["somewhere", "-m", "somewhere"]])
 def test_serve_takes_its_model_with_or_without_the_option(monkeypatch, words):
     seen = []

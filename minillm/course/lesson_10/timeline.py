@@ -1,4 +1,4 @@
-"""Pictures of a trace: the request in each row at each step, and the holder of each block.  Lessons 09 and 10."""
+"""Pictures of a trace show what each row did at each step.  Lessons 09 and 10."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ import numpy as np
 
 from minillm.errors import ConfigError
 from minillm.trace.record import Trace, TraceError
-from minillm.trace.replay import Mirror, StepRows, Tables, replay
+from minillm.trace.replay import StepRows, replay
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,8 +16,6 @@ IDLE, WAITS, PREFILL, DECODE = range(4)
 NOTHING = 255  # between two steps: left white
 STATES = ("idle", "waits", "prefill", "decode")
 COLORS = ("#eeeeee", "#bab0ac", "#f58518", "#4c78a8")
-REQUESTS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b", "#54a24b")
-SHARED = "#404040"
 
 
 def row_states(trace: Trace | Iterable[dict]) -> tuple[np.ndarray, list[StepRows]]:
@@ -138,94 +136,3 @@ def _stays(steps: list[StepRows], columns: range) -> list[tuple[int, str, int, i
                 stays.append(newest[row])
             newest[row][3] = column
     return [tuple(stay) for stay in stays]
-
-
-def tables_at(trace: Trace | Iterable[dict], step: int) -> Tables:
-    """The block tables just after step number `step` was launched."""
-    mirror, last = Mirror(), -1
-    for event in trace.events if isinstance(trace, Trace) else trace:
-        rows = mirror.take(event)
-        if rows is not None and rows.number == step:
-            return mirror.tables(rows)
-        last = last if rows is None else rows.number
-    raise TraceError(f"the trace has no step {step}: its last is {last}")
-
-
-def _request_colors(events: list[dict]) -> dict[str, str]:
-    """A color for each request, distinct among running requests as far as there are enough colors."""
-    colors: dict[str, str] = {}
-    running: set[str] = set()
-    for event in events:
-        if event["event"] == "admit":
-            taken = [colors[name] for name in running]
-            colors.setdefault(event["request"], min(REQUESTS, key=taken.count))
-            running.add(event["request"])
-        elif event["event"] in ("preempt", "finish"):
-            running.discard(event["request"])
-    return colors
-
-
-def draw_block_table(
-    trace: Trace | Iterable[dict],
-    step: int,
-    axis: "Axes | None" = None,
-    *,
-    blocks: int | None = None,
-    wide: int = 32,
-    title: str | None = None,
-    legend: bool = True,
-) -> None:
-    """Draw the pool just after step number `step` was launched: a box per block, in the color of its holder.
-
-    Dark ones are shared, with the number of holders; hatched ones are cached (a known prefix without a holder); pale
-    ones belong to requests that ended while steps in flight may still touch them. A request has one color at every
-    step. blocks: how many to draw, in lines of `wide`; default: up to the last one not free.
-    """
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch, Rectangle
-
-    events = trace.events if isinstance(trace, Trace) else list(trace)
-    table = tables_at(events, step)
-    colors = _request_colors(events)
-    holders = {block: name for name, groups in table.rows.values() for group in groups for block in group}
-    leaving = {block: name for name, gone in table.leaving for block in gone}
-    if blocks is None:
-        used = max((block for block, state in enumerate(table.states) if state != "free"), default=0) + 1
-        blocks = min(len(table.states), max(wide, -(-used // wide) * wide))
-    lines = -(-blocks // wide)
-    own = axis is None
-    if axis is None:
-        _, axis = plt.subplots(figsize=(10, 0.9 + 0.3 * lines + 0.3 * legend), layout="constrained")
-    for block in range(blocks):
-        style: dict[str, Any] = {"facecolor": "white", "edgecolor": "#d0d0d0", "linewidth": 0.8}
-        if table.holders[block] > 1:
-            style = {"facecolor": SHARED, "edgecolor": "white"}
-        elif block in holders:
-            style = {"facecolor": colors[holders[block]], "edgecolor": "white"}
-        elif block in leaving:
-            style = {"facecolor": colors[leaving[block]], "edgecolor": "white", "alpha": 0.35}
-        elif table.states[block] == "cached":
-            style = {"facecolor": "white", "edgecolor": "gray", "hatch": "/////", "linewidth": 0.8}
-        left, top = block % wide, block // wide
-        axis.add_patch(Rectangle((left + 0.05, top + 0.05), 0.9, 0.9, **style))
-        if table.holders[block] > 1:
-            text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "fontweight": "bold"}
-            axis.text(left + 0.5, top + 0.53, str(table.holders[block]), color="white", **text)
-    states = [table.states.count(state) for state in ("used", "cached", "free")]
-    shared = sum(count > 1 for count in table.holders)
-    counted = f"step {step}: {states[0]:,} used ({shared:,} shared), {states[1]:,} cached, {states[2]:,} free"
-    axis.set(xlim=(0, wide), ylim=(lines, 0), aspect="equal", xticks=[])
-    axis.set_title(counted if title is None else title, fontsize=10)
-    axis.set_yticks(np.arange(lines) + 0.5, [f"{line * wide}" for line in range(lines)], fontsize=7)
-    axis.set_ylabel("block")
-    axis.tick_params(length=0)
-    axis.spines[:].set_visible(False)
-    if legend:
-        here = dict.fromkeys(name for name, _ in table.rows.values())
-        handles = [Patch(color=colors[name], label=name) for name in list(here)[:8]]
-        if len(here) > 8:
-            handles[7:] = [Patch(color="white", label=f"and {len(here) - 7} more")]
-        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.02), "frameon": False}
-        axis.legend(handles=handles, handlelength=1, columnspacing=1.2, ncols=8, fontsize=7, **place)
-    if own:
-        plt.show()

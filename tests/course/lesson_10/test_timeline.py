@@ -15,14 +15,11 @@ from minillm.course.lesson_10.timeline import (
     DECODE,
     IDLE,
     PREFILL,
-    SHARED,
     WAITS,
-    draw_block_table,
     draw_timeline,
     row_states,
-    tables_at,
 )
-from minillm.trace import Trace, TraceError, replay
+from minillm.trace import Trace
 
 BEGINNING = list(range(100, 148))
 
@@ -119,38 +116,3 @@ def test_what_cannot_be_drawn_raises_a_clear_error(chunked):
         draw_timeline(Trace())
     with pytest.raises(ValueError, match="no such step"):
         draw_timeline(chunked, steps=range(1000, 1002))
-    with pytest.raises(TraceError, match="no step 1000"):
-        draw_block_table(chunked, 1000)
-
-
-def test_the_block_table_marks_used_shared_cached_and_free_blocks(chunked):
-    steps = list(replay(chunked))
-    for step in (0, 4, len(steps) // 2, len(steps) - 1):
-        _, axis = plt.subplots()
-        draw_block_table(chunked, step, axis, blocks=40)
-        table = tables_at(chunked, step)
-        boxes = axis.patches
-        assert len(boxes) == 40
-        hatched = [block for block, box in enumerate(boxes) if box.get_hatch()]
-        assert hatched == [block for block, state in enumerate(table.states) if state == "cached"]
-        dark = [block for block, box in enumerate(boxes) if to_hex(box.get_facecolor()) == SHARED]
-        assert dark == [block for block, holders in enumerate(table.holders) if holders > 1]
-        assert [int(text.get_text()) for text in axis.texts] == [n for n in table.holders if n > 1]
-        for _, (blocks,) in table.rows.values():
-            own = {to_hex(boxes[block].get_facecolor()) for block in blocks if table.holders[block] == 1}
-            assert len(own) <= 1, "a request must have a single color"
-    assert "shared" in axis.get_title()
-
-
-def test_concurrent_requests_have_different_colors(chunked):
-    middle = len(list(replay(chunked))) // 2
-    draw_block_table(chunked, middle)
-    legend = plt.gca().get_legend()
-    colors = [to_hex(patch.get_facecolor()) for patch in legend.get_patches()]
-    assert len(set(colors)) == len(colors) > 1
-
-
-def test_a_mostly_free_pool_is_drawn_only_in_part():
-    trace = traced([[5] * 40], [2])
-    draw_block_table(trace, 0)
-    assert len(plt.gca().patches) == 32
