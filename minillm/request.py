@@ -171,6 +171,8 @@ class SamplingParams:
             if whole is None or not low <= whole < end:
                 raise _refusal(f"{name} must be {words}", value)
             object.__setattr__(self, name, whole)
+        if self.seed == -1:  # some programs mean no seed by it: it would give them the same tokens every time
+            raise InvalidRequest("seed=-1 is refused: seed=None gives other tokens every time, other seeds the same")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): raise max_tokens"

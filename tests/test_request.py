@@ -39,6 +39,7 @@ def test_options_are_given_once_for_all_prompts_or_once_per_prompt():
         ({"repetition_penalty": 10**5000}, "repetition_penalty must be a number in .*, not <int>"),
         ({"max_tokens": 10**400}, "max_tokens must be a whole number from 0 to 2147483647, not 1000"),
         ({"max_tokens": True}, "max_tokens must be a whole number from 0 to 2147483647, not True"),
+        ({"seed": -1}, "seed=-1 is refused: seed=None gives other tokens"),
         ({"stop": 5}, "stop must be a string or a list of strings, not 5"),
         ({"stop": b"abc"}, "stop must be a string or a list of strings, not b'abc'"),
         ({"stop": {"END": 1}}, "stop must be a string or a list of strings, not {'END': 1}"),

@@ -43,6 +43,7 @@ class MinillmLM(TemplateLM):
                 tokenizer's bos_token, even if the tokenizer does not add it, or else eos_token
     device      the engine's; the harness's default is taken as "auto": the first GPU, or the CPU
     batch_size, max_batch_size  ignored: the engine chooses its own batches
+    trust_remote_code  ignored: code that comes with a model never runs
 
     The engine needs room for one more token, so `max_length`, the longest context of a scored token, is 2 less than
     that of the model. Only longer requests differ from transformers', by what they leave out on the left.
@@ -57,6 +58,7 @@ class MinillmLM(TemplateLM):
         max_batch_size: Any = None,
         device: str | None = None,
         prefix_token_id: int | None = None,
+        trust_remote_code: object = None,
         **options: Any,
     ):
         super().__init__()

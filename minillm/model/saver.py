@@ -49,6 +49,8 @@ def save_model(model: Model, source: Path, directory: Path, dtype: torch.dtype |
     Quantized weights are written in the layout of compressed-tensors. Raises ConfigError before any work,
     and OSError if the disk is full.
     """
+    if model.parallel.size > 1:
+        raise ConfigError("this is one GPU's part of a model: load the whole model on one device to save it")
     directory = check_free(directory)
     dtype = dtype or model.dtype
     config = _config(model, source, dtype)

@@ -6,6 +6,7 @@ faster function (`cpu.py`, `triton.py`), and `minillm.using` replaces it with a 
 
 import importlib
 import inspect
+import math
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -14,7 +15,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.overrides import Parts, Used, register
+from minillm.overrides import OverrideError, Parts, Used, register
 
 from . import reference
 from .compositions import COMPOSITIONS, Compositions
@@ -58,8 +59,9 @@ def _with_options(name: str, function: Callable) -> Callable:
     An attention function may take tensors in place of `Rows`, and its options as keywords, of which it needs only those
     that the model has: decode_attention(q, cache, block_table, lengths, *, scale), with window=, soft_cap= and rotary=
     if the model has them, and prefill_attention(q, cache, block_table, lengths, query_start, *, max_queries, scale).
+    Raises OverrideError for an attention function with other arguments.
     """
-    if name not in ("decode_attention", "prefill_attention") or _takes_rows(function):
+    if name not in ("decode_attention", "prefill_attention") or _takes_rows(name, function):
         return function
 
     def by_keyword(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
@@ -73,16 +75,32 @@ def _with_options(name: str, function: Callable) -> Callable:
     return by_keyword
 
 
-def _takes_rows(function: Callable) -> bool:
-    """Whether an attention function has the engine's arguments, and none called `lengths`; True if that is unknown."""
+def _takes_rows(name: str, function: Callable) -> bool:
+    """Whether an attention function takes `Rows`, not tensors and keywords; True if that is unknown."""
     try:
-        signature = inspect.signature(function)
-        signature.bind(*range(4))
-    except TypeError:
-        return False
-    except ValueError:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
         return True
-    return "lengths" not in signature.parameters
+    kinds = [each.kind for each in parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds and "lengths" not in parameters:
+        return True
+    named = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+    takes_rows = "lengths" not in parameters and not named & {*kinds}
+    tensors = 5 if name == "prefill_attention" else 4
+    free = () if takes_rows else ("max_queries", *AttentionOptions.__dataclass_fields__)
+    required = [
+        each.name
+        for each in parameters.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind not in named for kind in kinds)
+    if len([each for each in required if each not in free]) > (4 if takes_rows else tensors) or most < 4:
+        more = ", query_start, *, max_queries" if tensors == 5 else ", *"
+        raise OverrideError(
+            f"{name} cannot be a function of ({', '.join(parameters)}): it is called as {name}(q, cache, rows, "
+            f"options) with an `ops.Rows`, or as {name}(q, cache, block_table, lengths{more}, scale, ...)"
+        )
+    return takes_rows
 
 
 def _fast_module(device: str) -> tuple[ModuleType | None, str]:

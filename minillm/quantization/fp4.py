@@ -48,8 +48,8 @@ class Fp4(Format):
     def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> "Fp4Weight":
         if inputs % self.group_size:
             raise ConfigError(
-                f"{self.name} has blocks of {self.group_size}, which do not divide this model's matrices of {inputs} "
-                "inputs: choose another format for them in a recipe, such as int8"
+                f"{self.name} has blocks of {self.group_size}, which do not divide the {inputs} inputs of this "
+                "model's matrices, or of a GPU's part: choose another format for them in a recipe, such as int8"
             )
         wide = torch.promote_types(dtype, torch.float32)
         return Fp4Weight(

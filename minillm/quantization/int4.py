@@ -64,9 +64,9 @@ class Int4(Format):
         if inputs % self.group_size:
             divisors = ", ".join(str(size) for size in (128, 64, 32, 16) if inputs % size == 0) or "none of 16 to 128"
             raise ConfigError(
-                f"group_size={self.group_size} does not divide this model's matrices of {inputs} inputs; "
-                f"powers of two that do: {divisors}. Quantize the model with one of them (`minillm quantize "
-                "--group-size`), or give it in a recipe"
+                f"group_size={self.group_size} does not divide the {inputs} inputs of this model's matrices, "
+                f"or of a GPU's part; powers of two that do: {divisors}. Quantize the model with one of "
+                "them (`minillm quantize --group-size`), or give it in a recipe"
             )
         groups = inputs // self.group_size
         return Int4Weight(

@@ -56,7 +56,8 @@ class Codes:
     def cut(self, shard: Shard) -> "Codes":
         """The codes of a shard. Raises ConfigError if its columns divide a group, or are stored in another order."""
         rows, columns = (slice(span.start, span.stop) for span in shard)
-        zeros, scales, order, divisor = self.zeros, self.scales, self.order, self.global_scale
+        zeros, order, divisor = self.zeros, self.order, self.global_scale
+        scales = self.scales.expand(len(self.codes), -1)  # all rows of a checkpoint's tensor may share one
         inputs, groups = self.codes.shape[1], self.scales.shape[1]
         if len(shard.columns) < inputs:
             size = inputs // groups

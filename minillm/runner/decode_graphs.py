@@ -61,7 +61,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
         return len(self.sizes) * len(widths)
 
     @torch.inference_mode()
-    def capture_only(self, shapes: Iterable[DecodeShape]) -> None:
+    def capture_sizes(self, shapes: Iterable[DecodeShape]) -> None:
         """Capture these steps now. From then on, batches are padded to one of their sizes or the largest size."""
         shapes = sorted(shapes, reverse=True)  # largest first: the others fit in its memory
         for shape in shapes:

@@ -100,7 +100,7 @@ class LocalExecutor:
         with self._tuned():
             self.runner = Runner(model, config, model.max_model_len)
             if plan is not None and plan.graphs and self.runner.graphs is not None:
-                self.runner.graphs.capture_only(DecodeShape(*shape) for shape in plan.graphs)
+                self.runner.graphs.capture(DecodeShape(*shape) for shape in plan.graphs)
         self.facts = Facts(
             model=model.config,
             dtype=str(model.dtype).removeprefix("torch."),

@@ -58,11 +58,11 @@ class StepGraphs:
         """Capture every batch size with the narrowest block tables, and every shape with prompts."""
         if self.captured.follow():
             width = self.decodes.width(1)
-            self.capture_only(DecodeShape(size, width) for size in self.decodes.sizes)
+            self.capture(DecodeShape(size, width) for size in self.decodes.sizes)
 
-    def capture_only(self, decodes: Iterable[DecodeShape]) -> None:
+    def capture(self, decodes: Iterable[DecodeShape]) -> None:
         """Capture these decode steps, to whose sizes batches are padded from then on, and every shape with prompts."""
-        self.decodes.capture_only(decodes)
+        self.decodes.capture_sizes(decodes)
         if self.mixed is not None and self.captured.operations.engines_own:
             for shape in reversed(self.mixed.shapes):
                 self.mixed.capture(shape)

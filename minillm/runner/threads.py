@@ -27,8 +27,8 @@ class Threads:
     """Chooses the number of threads for each step.
 
     fixed: always use this many. Otherwise the number is at most what torch has been told to use (OMP_NUM_THREADS,
-    `torch.set_num_threads`), and lower while other programs need the cores. others: has measured since the engine
-    started. available, total: cores that this process may use at a time, and may run on.
+    `torch.set_num_threads`), and lower while other programs need the cores. others: has measured since the model
+    began to load. available, total: cores that this process may use at a time, and may run on.
     """
 
     def __init__(

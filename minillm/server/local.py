@@ -1,6 +1,7 @@
 """`LocalServedEngine`: an engine of this process for the HTTP side, without a socket between them.  Lesson 99."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -13,6 +14,8 @@ from .ledger import Ledger
 from .wire import FromEngine, FromWorker
 from .worker.link import EngineClient, EngineGone
 from .worker.scrape import gauges_of, text_of
+
+log = logging.getLogger(__name__)
 
 
 class LocalServedEngine(EngineClient):
@@ -32,23 +35,39 @@ class LocalServedEngine(EngineClient):
         self.ledger = Ledger()
         self.ledger.engine = self.hub.counted
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the requests
-        self._line = _LocalLine(self.hub.shared, self._hand_over)
+        self._line = _LocalLine(self.hub.shared, lambda message: self._on_loop(self.receive, message))
+        self._closed = False
         self.hub.attach(self._line)
 
     @property
     def alive(self) -> bool:
-        return self.hub.alive
+        return not self._closed and self.hub.alive
 
     def _send(self, message: FromWorker) -> None:
+        """Send a message to the engine. Raises EngineGone, and RuntimeError on a second event loop."""
         if not self.alive:
             raise EngineGone("this server is closed")
-        self._loop = asyncio.get_running_loop()
-        self.hub.soon(lambda: self._line.receive(message))
+        loop = asyncio.get_running_loop()
+        if self._loop is None or self._loop.is_closed():
+            self._loop = loop
+        if self._loop is not loop:
+            raise RuntimeError("a LocalServedEngine serves one event loop: create another one for this loop")
+        self.hub.soon(lambda: self._receive(message))
 
-    def _hand_over(self, message: FromEngine) -> None:
+    def _receive(self, message: FromWorker) -> None:
+        """Handle a message on the hub's thread."""
+        try:
+            self._line.receive(message)
+        except Exception:  # as when a connection fails
+            log.exception("a message could not be handled; all requests are lost")
+            self._line.close()
+            self._on_loop(self._end_all, EngineGone)
+
+    def _on_loop(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function on the loop of the requests, if there is one."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(self.receive, message)
+                self._loop.call_soon_threadsafe(function, *arguments)
 
     async def metrics_text(self) -> bytes:
         """Return all metrics, in Prometheus' text format."""
@@ -56,7 +75,9 @@ class LocalServedEngine(EngineClient):
         return text_of(self.ledger.families() + gauges)
 
     def close(self) -> None:
-        """Abort what runs. The engine stays open."""
+        """End what runs, with EngineGone. The engine stays open."""
+        self._closed = True
+        self._on_loop(self._end_all, EngineGone)  # before the line aborts the choices, which are not complete
         self.hub.close()
 
 

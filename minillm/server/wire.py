@@ -1,7 +1,7 @@
 """The messages between the engine's process and its HTTP workers, and their form on the local socket.  Lesson 99.
 
 Each message is a dataclass; a receiver is a `match` over them: `Line.receive` in the engine's process, and
-`RemoteEngine.receive` in a worker. On the socket, a message is a list in JSON, which has the class's name and then the
+`EngineClient.receive` in a worker. On the socket, a message is a list in JSON, which has the class's name and then the
 fields in their order, and an array of integers (mostly token ids) for the field `numbers`. Unlike a pickle, it cannot
 execute code. Both processes run the same version, so the list needs no names of fields.
 
@@ -52,7 +52,7 @@ class Failure(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a choice gained, if that is more than one token. The fields that most events have come first."""
+    """What a choice gained, if that is anything but one token alone. The fields that most events have come first."""
 
     key: int
     ids: list[int]
@@ -94,7 +94,7 @@ class Submit:
     params: dict[str, Any]  # fields of `SamplingParams` that differ from their defaults
     options: dict[str, Any]  # fields of `RequestOptions`, likewise
     n: int
-    stops: bool  # whether there are stop strings, which the worker finds
+    stops: bool  # whether there are stop strings
     client: str | None  # known only if the number of its choices is limited
     numbers: array  # the ids of all prompts, joined
 
@@ -262,7 +262,9 @@ def _listed(part: Any) -> list | dict:
     kind = type(part)
     if kind in _NAMES:
         return [kind.__name__, *[getattr(part, name) for name in _NAMES[kind]]]
-    return asdict(part)
+    if kind is EngineFacts:
+        return asdict(part)
+    raise TypeError(f"a {kind.__name__} cannot be sent: {shown(part)}")
 
 
 # UTF-8, not ASCII: escapes would make text in most scripts longer and slower to decode.
@@ -275,7 +277,7 @@ def decode(head: bytes | bytearray, data: bytes) -> Message:
         if head == _PLAIN:
             return Deltas([], array(NUMBER, data))
         return _read(json.loads(head), array(NUMBER, data))
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise MalformedMessage(f"not a message: {shown(bytes(head[:200]))} ({error})") from error
 
 

@@ -229,7 +229,7 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
         before = torch.cuda.mem_get_info(device)[0]
         if runner.graphs is not None:
             with launch_configs.using(plan.table()):
-                runner.graphs.capture_only(DecodeShape(*shape) for shape in plan.graphs)
+                runner.graphs.capture(DecodeShape(*shape) for shape in plan.graphs)
         torch.cuda.empty_cache()
         taken = {
             "weights": llm.engine.facts.weight_bytes,

@@ -123,7 +123,8 @@ def test_a_task_has_the_same_scores_in_the_engine_over_http_and_in_transformers(
             ("The island", {"until": [], "max_gen_toks": 12, "do_sample": False}),
         )
         assert remote.generate_until(texts, disable_tqdm=True) == ours.generate_until(texts, disable_tqdm=True)
-    in_engine = evaluate(tasks, "minillm", {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu"})
+    given = {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu", "trust_remote_code": True}
+    in_engine = evaluate(tasks, "minillm", given)
     for found in (over_http, in_engine):
         assert found[0] == accuracy
         torch.testing.assert_close(found[1], scores, atol=1e-3, rtol=0)

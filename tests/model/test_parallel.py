@@ -92,9 +92,23 @@ def test_four_ranks_share_two_kv_heads(tmp_path):
 def test_a_quantized_checkpoint_is_divided_too(tmp_path):
     whole = load_model(EMBEDDED, dtype="float32", recipe=Recipe({"layers.*": "int4", "head": "int8"}))
     save_model(whole, EMBEDDED, tmp_path / "model")
-    with pytest.raises(ConfigError, match="group_size=128 does not divide this model's matrices of 64 inputs"):
+    with pytest.raises(
+        ConfigError, match="group_size=128 does not divide the 64 inputs of this model's matrices, or of"
+    ):
         load_model(tmp_path / "model", parallel=ranks(4)[3])
     assert_the_same(tmp_path / "model")
+
+
+def test_a_scale_for_a_whole_tensor_is_every_ranks(tmp_path):
+    recipe = Recipe({"layers.*": {"format": "fp8", "scales": "tensor"}})
+    save_model(load_model(EMBEDDED, dtype="float32", recipe=recipe), EMBEDDED, tmp_path / "model")
+    assert_the_same(tmp_path / "model")
+
+
+def test_a_part_of_a_model_is_not_saved(tmp_path):
+    with pytest.raises(ConfigError, match="one GPU's part of a model"):
+        save_model(load_model(EMBEDDED, parallel=ranks(2)[0]), EMBEDDED, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("config", [read_config(EMBEDDED), PRESETS["gemma-2b"]], ids=["tiny-gemma", "gemma-2b"])

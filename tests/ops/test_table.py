@@ -8,6 +8,7 @@ import torch
 import minillm
 from minillm import ops
 from minillm.ops import AttentionOptions, cpu, reference
+from minillm.overrides import OverrideError
 
 pytestmark = pytest.mark.key
 
@@ -114,6 +115,34 @@ def test_an_attention_override_may_take_any_options_without_naming_one():
     with minillm.using(decode_attention=plain):
         got, more = ops.on("cpu").decode_attention(torch.ones(2), None, rows, AttentionOptions(0.5))
     assert got is lengths and more == {"scale": 0.5}
+
+
+def test_an_attention_override_may_call_its_tensors_as_it_likes():
+    def plain(x, keys, table, sizes, *, scale=1.0):
+        return sizes
+
+    rows = ops.Rows(torch.ones(2), sizes := torch.ones(2), torch.ones(2), max_queries=1)
+    with minillm.using(decode_attention=plain):
+        assert ops.on("cpu").decode_attention(torch.ones(2), None, rows, AttentionOptions(0.5)) is sizes
+
+
+OTHER_ARGUMENTS = {
+    "decode_attention": [
+        lambda q, cache, block_table, lengths, options: q,
+        lambda q, keys, values, table, lens: q,
+        lambda q, cache, *, scale: q,
+    ],
+    "prefill_attention": [lambda q, cache, block_table, lengths, query_start, max_queries, options: q],
+}
+
+
+@pytest.mark.parametrize("name, function", [(name, each) for name, all in OTHER_ARGUMENTS.items() for each in all])
+def test_an_attention_override_with_other_arguments_is_refused(name, function):
+    before = getattr(ops.on("cpu"), name)
+    message = rf"{name} cannot be a function of \(q, .* with an `ops.Rows`, or as"
+    with pytest.raises(OverrideError, match=message), minillm.using(**{name: function}):
+        pass
+    assert getattr(ops.on("cpu"), name) is before
 
 
 def test_an_attention_override_with_the_reference_signature_gets_the_options_object():

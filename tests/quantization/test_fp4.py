@@ -155,7 +155,7 @@ def test_random_weights_have_the_spread_of_dense_ones(format):
 
 @by_format
 def test_blocks_that_do_not_divide_the_inputs_are_refused(format):
-    with pytest.raises(ConfigError, match=f"{format.name} has blocks of {format.group_size}.* of 40 inputs.*int8"):
+    with pytest.raises(ConfigError, match=f"{format.name} has blocks of {format.group_size}.* the 40 inputs.*int8"):
         format.empty(8, 40, False, dtype=torch.float32, device=CPU)
 
 

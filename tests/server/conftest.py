@@ -12,6 +12,7 @@ import pytest
 
 from minillm.engine.async_llm import AsyncLLM
 from minillm.server import running
+from tests.waiting import TIMEOUT
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "tiny-gemma"
 MAX_MODEL_LEN = 256
@@ -84,8 +85,17 @@ def served_here(engine: AsyncLLM, **options) -> Iterator[Here]:
     served = LocalServedEngine(engine, config=ServerConfig(log_level="warning", **options))
     app = Counted(create_app(served, "127.0.0.1", served.metrics_text), served.ledger.answered)
     with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
-        yield Here(engine, served.facts.name, client)
-    served.close()
+        try:
+            yield Here(engine, served.facts.name, client)
+        finally:
+            served.close()
+
+
+def pytest_collection_modifyitems(items):
+    """A client of this process has no timeout of its own."""
+    for item in items:
+        if "here" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
 
 
 @pytest.fixture(scope="session")

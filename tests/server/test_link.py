@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +57,7 @@ JSON = st.recursive(st.none() | st.integers() | st.floats(allow_nan=False) | TEX
 FIELDS = st.dictionaries(TEXT, JSON, max_size=3)
 PROMPTS = st.lists(st.builds(PromptForm, st.none() | INT, st.none() | TEXT, st.booleans()))
 REFUSED = st.builds(Failure, st.sampled_from([*ERRORS]), TEXT, st.none() | INT)
-LOGPROBS = st.none() | st.lists(st.dictionaries(TEXT, st.floats(allow_nan=False)))
+LOGPROBS = st.none() | st.lists(st.none() | st.dictionaries(TEXT, st.floats(allow_nan=False)))
 END = st.none() | INT | TEXT
 REASON = st.none() | TEXT
 EVENTS = st.lists(
@@ -214,9 +215,17 @@ def test_parameters_are_sent_as_differences_from_the_defaults():
     assert SamplingParams(**message.params) == params
 
 
-def test_lone_surrogates_can_be_sent():
-    message = Stopped(0, "\ud800 \u4e2d \U0001f600")
+LONE = "\ud800 \u4e2d \U0001f600"
+
+
+@pytest.mark.parametrize("message", [Stopped(0, LONE), Deltas([Event(0, [], stop=LONE, text=LONE)], numbers_of([]))])
+def test_lone_surrogates_can_be_sent(message):
     assert sent(message) == [message]
+
+
+def test_what_has_no_form_on_the_socket_is_named():
+    with pytest.raises(TypeError, match="Path cannot be sent: .*'models'"):
+        encode(Reply(0, Path("models")))
 
 
 def test_choices_of_a_prompt_share_parameters_checked_once(engine, monkeypatch):

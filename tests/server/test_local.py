@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import threading
 
 import httpx
 import pytest
 
 from minillm.server.config import ServerConfig
+from minillm.server.engine_side.line import Line
 from minillm.server.local import LocalServedEngine
+from minillm.server.wire import Alive
 from minillm.server.worker.app import create_app
 from minillm.server.worker.scrape import Counted
-from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps
+from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 GREEDY = {"prompt": "The river", "max_tokens": 8, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Who keeps the lighthouse?"}], "max_tokens": 6}
@@ -79,7 +82,7 @@ def test_health_state_and_metrics_are_those_of_this_engine(engine):
         lines = (await client.get("/metrics")).text.splitlines()
         assert 'minillm_http_requests_total{status="200"} 3.0' in lines and "minillm_engine_up 1.0" in lines
         assert 'minillm_finished_total{reason="length"} 1.0' in lines
-        served.hub.close()
+        served.close()
         assert (await client.get("/health")).status_code == 503
         assert (await client.post("/v1/completions", json=GREEDY)).status_code == 503
 
@@ -98,3 +101,49 @@ def test_a_busy_server_refuses_and_a_cancelled_request_leaves_nothing(engine):
         await async_wait_until(lambda: served.hub.running == 0 and idle(engine))
 
     local(engine, work, max_queued=0)
+
+
+def test_closing_ends_all_that_was_asked_with_an_error(engine, monkeypatch):
+    """A request that runs, one whose grammar is being compiled, and a question; the engine stays as it was."""
+    compiling = threading.Event()
+    monkeypatch.setattr(Line, "_compile", lambda *_: compiling.set())
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "boolean"}}}
+
+    async def work(client, served):
+        monkeypatch.setattr(Line, "_answer", lambda *_: wait_until(lambda: not served.alive))
+        with paused_steps(free=2) as resume:
+            running = asyncio.create_task(client.post("/v1/completions", json=GREEDY | {"max_tokens": 200}))
+            await async_wait_until(lambda: served.hub.running == 1)
+            body = CHAT | {"response_format": schema}
+            waiting = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            assert await asyncio.to_thread(compiling.wait, TIMEOUT)
+            asked = asyncio.create_task(client.get("/engine/state"))
+            await async_wait_until(lambda: served._replies)
+            await asyncio.to_thread(served.close)
+            assert [(await each).status_code for each in (running, waiting, asked)] == [503] * 3
+            resume.set()
+        await async_wait_until(lambda: idle(engine))
+
+    local(engine, work)
+
+
+def test_a_message_that_fails_ends_its_request_and_later_ones_are_answered(engine, monkeypatch):
+    async def work(client, served):
+        with monkeypatch.context() as patch:
+            patch.setattr(Line, "_submit", lambda line, message: 1 / 0)
+            assert (await client.post("/v1/completions", json=GREEDY)).status_code == 503
+        assert (await client.post("/v1/completions", json=GREEDY)).status_code == 200
+
+    local(engine, work)
+
+
+def test_a_second_event_loop_is_refused(engine):
+    async def second_loop(served):
+        with pytest.raises(RuntimeError, match="one event loop"):
+            await served.ask(Alive())
+
+    async def work(client, served):
+        assert (await client.get("/health")).status_code == 200
+        await asyncio.to_thread(lambda: asyncio.run(second_loop(served)))
+
+    local(engine, work)

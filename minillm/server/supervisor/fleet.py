@@ -61,6 +61,7 @@ class Workers:
         self._lock = threading.RLock()  # prevents launching a worker during shutdown
         self._state_changed = threading.Condition(self._lock)  # a worker has started or was given up
         self._none_left, self._closed = threading.Event(), threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, name="minillm-worker-watchdog", daemon=True)
 
     def start(self, connect: Callable[[socket.socket], object], reload: float = 0.0) -> None:
         """Start all workers and wait until they accept requests. Raises ServerFailed, OSError.
@@ -74,7 +75,7 @@ class Workers:
                 self._begin(0)
             settled = self._state_changed.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
             self._starting = False
-        threading.Thread(target=self._watch, name="minillm-worker-watchdog", daemon=True).start()
+        self._watchdog.start()
         if self._given_up:
             raise ServerFailed(self._given_up)
         if not settled:
@@ -122,6 +123,8 @@ class Workers:
     def close(self) -> None:
         """Free what the workers shared, once they have stopped."""
         self._closed.set()
+        if self._watchdog.is_alive():
+            self._watchdog.join()
         for worker in self.running:
             worker.child.control.close()
         if self._shares is not None:

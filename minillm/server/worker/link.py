@@ -254,6 +254,15 @@ class EngineClient:
         finally:
             self._replies.pop(number, None)
 
+    def _end_all(self, error: Callable[[str], EngineGone]) -> None:
+        """End all that the engine was asked; error: makes an exception of a message."""
+        for _, queue in self._choices.values():
+            queue.put_nowait(error("the engine has stopped, and this request with it"))
+        self._choices.clear()
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(error("the engine has stopped"))
+
     # ---- messages from the engine
 
     def receive(self, message: Message) -> None:
@@ -292,11 +301,11 @@ class EngineClient:
         except Exception as mistake:  # an error in the tokenizer ends only this request
             queue.put_nowait(mistake)
             return
+        queue.put_nowait((choice, delta))
         if delta.finish_reason is not None:
             del self._choices[key]
-            if event.reason is None:
+            if event.reason is None and self.alive:
                 self._send(Stopped(key, cast(str, delta.stop_reason)))  # only a stop string ends a choice here
-        queue.put_nowait((choice, delta))
 
     def _follow(self, encoded: Encoded) -> None:
         key, numbers = encoded.key, encoded.numbers
@@ -388,12 +397,7 @@ class RemoteEngine(EngineClient):
         self._link.transport.close()
         self._link = None
         self._expected = max(self._expected, time.monotonic() + self._reload)  # until the owner says more, in `expect`
-        for _, queue in self._choices.values():
-            queue.put_nowait(self._gone("the engine has stopped, and this request with it"))
-        self._choices.clear()
-        for future in self._replies.values():
-            if not future.done():
-                future.set_exception(self._gone("the engine has stopped"))
+        self._end_all(self._gone)
 
     def _meet(self, hello: Hello) -> None:
         self.facts = hello.facts
