@@ -69,7 +69,7 @@ test: $(READY)
 	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env -m 'not proof' $(PYTEST)
 
 proofs: $(READY)
-	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env $(call marked,proof) notebooks/solutions -m proof $(PYTEST)
+	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env $(call marked,proof) notebooks -m proof $(PYTEST)
 
 explore: $(READY)
 	@seed=$(or $(SEED),$$RANDOM$$RANDOM); echo "the same again: make explore SEED=$$seed EXAMPLES=$(EXAMPLES)"; \

@@ -17,6 +17,12 @@ os.environ["MINILLM_TIER"] = "cpu"
 
 MOST_PROCESSES = 8  # each takes up to 1.5 GB of memory
 MESSAGE_SECONDS = 600  # nbval's default of 5 s per message is too short on a busy machine
+LONG_LESSONS = (  # which evaluate many quantized models
+    "05_quantizing_weights",
+    "06_awq_and_gptq",
+    "07_quantizing_activations",
+    "08_quantizing_the_cache_and_choosing",
+)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -49,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.output_timeout = MESSAGE_SECONDS
         # Warnings and progress bars differ between machines; only stdout is part of the lesson.
         item.parent.skip_compare = (*item.parent.skip_compare, "stderr")
-        if item.path.parent.name == "solutions":  # they differ from the learners' notebooks in the exercises only
+        # Solutions differ from the learners' notebooks in the exercises only.
+        if item.path.parent.name == "solutions" or item.path.stem in LONG_LESSONS:
             item.add_marker(pytest.mark.proof)
 
 

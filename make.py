@@ -64,7 +64,7 @@ def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
         "site": [({}, [PYTHON, "tools/build_site.py"])],
         "notebooks": [({}, [*build, "notebooks"])],
         "test": [(variables, [*pytest, *notebooks, "-m", "not proof"])],
-        "proofs": [(variables, [*pytest, *notebooks, *marked("proof"), "notebooks/solutions", "-m", "proof"])],
+        "proofs": [(variables, [*pytest, *notebooks, *marked("proof"), "notebooks", "-m", "proof"])],
     }[name]
 
 

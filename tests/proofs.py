@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 
 
+def only_in_proofs(*cases: Any) -> list:
+    """Further values of a parametrized test, or tuples of several, that only `make proofs` runs."""
+    params = [each if isinstance(each, tuple) else (each,) for each in cases]
+    return [pytest.param(*values, marks=pytest.mark.proof) for values in params]
+
+
 def pairwise(axes: Mapping[str, Iterable | Mapping[str, Any]]) -> pytest.MarkDecorator:
     """Parametrize a test by every combination of these values; `make test` runs so many that all pairs occur.
 

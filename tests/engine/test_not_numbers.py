@@ -16,6 +16,7 @@ from minillm.request import NOT_NUMBERS
 from tests import models
 from tests.damaged import BAD, damage, damaged_tiny_gemma, rows
 from tests.emulated_graphs import emulated_graphs
+from tests.proofs import only_in_proofs
 
 NAN, INF = math.nan, math.inf
 GOOD = rows(5, 40, 96)
@@ -121,7 +122,7 @@ def test_every_choice_of_a_prompt_fails_and_no_choice_of_another(llama):
         assert {each.finish_reason for each in good.outputs} == {"length"}
 
 
-@pytest.mark.parametrize("way", ["greedy", "temperature", "log-probabilities", "penalties"])
+@pytest.mark.parametrize("way", ["penalties", *only_in_proofs("greedy", "temperature", "log-probabilities")])
 def test_captured_steps_tell_too(way, llama):
     with emulated_graphs(), engine(llama, dtype="float32", run_ahead=2) as llm:
         alone = [llm.generate([prompt], asked(way))[0] for prompt in GOOD[:2]]

@@ -10,6 +10,7 @@ from minillm.kv_cache.layer_groups import blocks_held
 from minillm.model import Model
 from minillm.model.config import PRESETS, ModelConfig
 from tests import models
+from tests.proofs import pairwise
 from tests.rounded_cache import rounding_transformers
 
 NAMES = [
@@ -71,8 +72,7 @@ def run(directory, name, tight=False, one_by_one=False, **options):
     return done
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pairwise({"way": list(WAYS), "name": ["int8", "fp8"]})
 def test_every_way_of_running_gives_the_tokens_of_transformers_with_rounded_keys_and_values(
     directory, expected, name, way
 ):

@@ -20,6 +20,7 @@ from minillm.engine.engine import Tracked
 from tests import models
 from tests.chance import SEED, TIMES
 from tests.emulated_graphs import emulated_graphs
+from tests.proofs import only_in_proofs
 from tests.teacher import Teacher
 
 pytestmark = pytest.mark.explore
@@ -272,7 +273,7 @@ def test_sampling_follows_the_models_distribution(temperature, rows, teacher):
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has real graphs, and kernels are not interpreted on it")
-@pytest.mark.parametrize("rows, budget", [(3, 13), (1, 32)])
+@pytest.mark.parametrize("rows, budget", [(3, 13), *only_in_proofs((1, 32))])
 def test_emulated_graphs_give_each_request_its_tokens(rows, budget, tmp_path):
     """Device state, padding and the fused single-row step as on a GPU, with interpreted kernels."""
     pytest.importorskip("minillm.runner.decode_graphs", reason="graphs need triton, which is not installed here")
@@ -359,7 +360,7 @@ class Recorder:
 
 @pytest.mark.parametrize(
     "model, budget, policy, more",
-    SCHEDULES + [pytest.param(*each, marks=pytest.mark.proof) for each in MORE_SCHEDULES],
+    SCHEDULES + only_in_proofs(*MORE_SCHEDULES),
 )
 def test_random_requests_get_the_same_tokens_as_alone_under_any_schedule(model, budget, policy, more, directories):
     """Random aborts, a tiny pool, chunks of 1 to 512 tokens, shared prefixes, every policy, run-ahead."""

@@ -136,6 +136,7 @@ def test_a_comparison_with_a_quantized_cache_measures_from_a_float32_one(quick):
     assert (base["kv_cache_dtype"], int8["kv_cache_dtype"]) == ("float32", "fp8")
 
 
+@pytest.mark.proof
 def test_awq_and_gptq_diverge_less_than_int4_in_groups_of_32(ids, tmp_path):
     """The smallest groups leave them the least to gain. One layer: the record has the whole model and all groups."""
     reference, layer = Reference(load_model(dtype="float32"), ids[:1000], [2]), "layers.1.*"

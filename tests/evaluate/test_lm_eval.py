@@ -99,6 +99,7 @@ class Hook:
         self.stored.append(entry)
 
 
+@pytest.mark.proof
 def test_a_task_has_the_same_scores_in_the_engine_over_http_and_in_transformers(tasks, ours):
     reference = {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu", "batch_size": 4}
     accuracy, scores, greedy = evaluate(tasks, "hf", reference)

@@ -11,11 +11,10 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed here")
 ROOT = Path(__file__).parents[2]
-# Of the GPUs with the least shared memory, and of the newest; the others have as much as one of these or more.
-CAPABILITIES = ("89", "90", *(pytest.param(each, marks=pytest.mark.proof) for each in ("80", "86")))
+pytestmark = pytest.mark.proof
 
 
-@pytest.fixture(scope="module", params=CAPABILITIES)
+@pytest.fixture(scope="module", params=["80", "86", "89", "90"])
 def compiled(request, tmp_path_factory) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # an empty cache forces compilation

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.key
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import quantized_inputs  # noqa: E402  needs triton
 from minillm.ops import triton_linear  # noqa: E402
+from tests.proofs import only_in_proofs  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels run; interpreted on a CPU
 BF16 = torch.bfloat16
@@ -92,7 +93,7 @@ def same_bits(found, wanted):
     return all(one.equal(other) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 65])  # few rows and many have products of their own
+@pytest.mark.parametrize("tokens", [1, 3, *only_in_proofs(65)])  # few rows and many have products of their own
 @pytest.mark.parametrize("format", ON_CODES)
 def test_fused_kernels_give_the_bits_of_separate_ones(format, tokens, on_gpu, quantized_alone):
     weight = weight_of(ON_CODES[format])

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Set
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -57,11 +58,14 @@ def layer(module: str) -> str:
     return ".".join(module.split(".")[1:2])
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> tuple[tuple[str, ast.Module], ...]:
+    found = []
     for path in sorted((ROOT / "minillm").rglob("*.py")):
         if "data" not in path.relative_to(ROOT).parts:
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+            found.append((name, ast.parse(path.read_text(encoding="utf-8"))))
+    return tuple(found)
 
 
 def imported(name: str, tree: ast.Module) -> Iterator[str]:

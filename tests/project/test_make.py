@@ -32,7 +32,7 @@ def test_a_marker_selects_tests_and_only_the_files_that_have_some_are_collected(
     assert (arguments[: len(PARALLEL)], option) == (PARALLEL, "-m")
     paths = arguments[len(PARALLEL) :]
     if target == "proofs":  # the solved notebooks' cells are proofs
-        assert paths[:2] == NOTEBOOKS and paths.pop() == "notebooks/solutions"
+        assert paths[:2] == NOTEBOOKS and paths.pop() == "notebooks"
         paths = paths[2:]
     assert selected == {"key": "key and not proof", "proof": "proof"}[marker]
     uses = f"pytest.mark.{marker}", f"tests.{marker}"  # in another form, this file would be one of them

@@ -82,6 +82,7 @@ def outcomes(run: list[tuple[int, str, str]]) -> list[str]:
     return [outcome for _, outcome, _ in run]
 
 
+@pytest.mark.proof
 def test_each_notebook_runs_whole_and_in_order_in_one_process(runs):
     """A cell needs the definitions of earlier cells."""
     for run in runs.values():
@@ -90,10 +91,12 @@ def test_each_notebook_runs_whole_and_in_order_in_one_process(runs):
     assert {run[0][2] for run in runs.values()} == {"gw0", "gw1"}
 
 
+@pytest.mark.proof
 def test_noise_and_times_are_not_compared(runs):
     assert outcomes(runs["unchanged"]) == ["PASSED"] * 4
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("change", [changed_number, stripped_output, other_code, out_of_order])
 def test_a_changed_output_fails_and_the_rest_of_the_notebook_is_skipped(change, runs):
     assert outcomes(runs[change.__name__]) == ["PASSED", "PASSED", "FAILED", "SKIPPED"]

@@ -101,6 +101,7 @@ def test_a_checkout_without_symbolic_links_builds_the_same_wheel(wheel, tmp_path
     assert set(urls(without_links)) == {f"Repository, {page}", *pages} and urls(wheel) == []
 
 
+@pytest.mark.proof
 def test_llm_finds_its_model_from_any_folder(elsewhere, tmp_path):
     code = (
         "import minillm, sys; assert minillm.__file__.startswith(sys.prefix), minillm.__file__\n"
@@ -112,6 +113,7 @@ def test_llm_finds_its_model_from_any_folder(elsewhere, tmp_path):
     assert run(elsewhere, "-c", code, folder=tmp_path).strip() == "5"
 
 
+@pytest.mark.proof
 def test_the_kernels_import_from_the_wheel(elsewhere, tmp_path):
     pytest.importorskip("triton", reason="kernels need triton, which this system lacks")
     names = [path.stem for path in (ROOT / "kernels").glob("*.py")]

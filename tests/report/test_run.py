@@ -148,6 +148,7 @@ def test_every_version_is_announced(made):
     assert {"bf16", "int8", "awq-g96", "float32: serving"} <= set(made.said)
 
 
+@pytest.mark.proof
 def test_a_directory_of_transformers_without_a_tokenizer_gets_all_but_accuracy(short, tmp_path):
     """Its context is also shorter than the workloads."""
     models.make("llama3-grouped").save_pretrained(tmp_path / "model")

@@ -18,6 +18,7 @@ from minillm.server.supervisor.fleet import Workers
 from minillm.server.worker.body import BodyReader
 from minillm.server.worker.connections import Connection
 from minillm.tokenizer import Tokenizer
+from tests.proofs import only_in_proofs
 from tests.server.in_process import worker_here
 from tests.server.processes import serving
 from tests.waiting import async_wait_until, paused_steps
@@ -180,7 +181,7 @@ def test_a_second_signal_at_any_point_of_stopping_ends_the_grace():
     assert sent == [{"op": "stop", "grace": 0}]
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT], ids=lambda sign: sign.name)
+@pytest.mark.parametrize("sign", ["SIGTERM", *only_in_proofs("SIGINT")])
 def test_a_second_signal_stops_at_once_and_tells_the_clients(model_directory, sign):
     """The grace period is longer than the test's timeout, and the stream is endless."""
     streams = ("--max-model-len", "64", "--attention-sinks", "4", "--attention-window", "32")
@@ -189,12 +190,12 @@ def test_a_second_signal_stops_at_once_and_tells_the_clients(model_directory, si
         with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=TIMEOUT) as response:
             lines = response.iter_lines()
             next(lines)
-            process.send_signal(sign)
+            process.send_signal(signal.Signals[sign])
             port, deadline = int(url.rsplit(":", 1)[1]), time.monotonic() + TIMEOUT
             while not refuses(port):
                 assert time.monotonic() < deadline, "it still accepts connections"
             assert next(line for line in lines if line).startswith('data: {"id"'), "running requests were aborted"
-            process.send_signal(sign)
+            process.send_signal(signal.Signals[sign])
             assert_aborted_stream("\n".join(lines))
         output, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 0

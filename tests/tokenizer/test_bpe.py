@@ -12,6 +12,7 @@ from minillm.tokenizer import Tokenizer, TokenizerError, merge
 from minillm.tokenizer.bpe import BPE
 from minillm.tokenizer.gemma import BYTE_TOKENS
 from tests.chance import examples
+from tests.proofs import only_in_proofs
 
 
 def merge_by_scanning(symbols, ranks):
@@ -94,7 +95,7 @@ def calls(function, *arguments) -> int:
     return count
 
 
-@pytest.mark.parametrize("text", ["words", "one run without spaces", "newlines", "bytes"])
+@pytest.mark.parametrize("text", ["words", *only_in_proofs("one run without spaces", "newlines", "bytes")])
 def test_encoding_is_linear_in_the_text_up_to_a_megabyte(gemma, text):
     def drawn(size):
         letters = random.Random(0)
@@ -134,6 +135,7 @@ def write_vocabulary(directory, size):
     (directory / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
 
 
+@pytest.mark.proof
 def test_loading_is_linear_in_the_vocabulary_up_to_gemmas_size(tmp_path):
     loading = {}
     for size in (25_600, 256_000):

@@ -11,7 +11,7 @@ OTHERS = {
     *("h200/ceiling-h200", "h200/transformers-h200", "h200/vllm-h200", "h200/vllm-fp8kv-and-families-h200"),
     *("h200/vllm-server-h200", "h200/before-after", "h200/before-after-long", "h200/tiny-gemma-training"),
     *("h100/before-after", "h100/before-after-long", "h100/before-after-silo", "h100/before-after-fp8"),
-    *("h200/before-after-fp8-chat",),
+    *("h200/before-after-fp8-chat", "cpu/before-after-engine"),
     *("cpu/offline", "cpu/timeline", "cpu/state-machine"),
 }
 # Modules that moved after a record was made: a record keeps the command that made it.

@@ -45,6 +45,7 @@ def test_the_copys_pages_speak_of_nothing_that_it_lacks(copy):
     assert set(re.findall(r"(?:^|`)make ([a-z]+)", readme, re.MULTILINE)) == {"demo", "lab", "setup"}
 
 
+@pytest.mark.proof
 def test_a_lesson_runs_and_notebooks_are_graded_in_the_copy(copy, tmp_path):
     """In one process, and the lesson as a script, which is faster than a Jupyter kernel."""
     (path,) = (copy / "notebooks").glob("11_*.ipynb")
