@@ -25,7 +25,7 @@ help:
 	@echo 'make demo       serve the embedded model, load-test it, compare it; writes an HTML report to build/'
 	@echo 'make check      format, lint, types and the key tests, in about two minutes'
 	@echo 'make test       every test but the proofs, with the lessons (PYTEST="-k name" selects some)'
-	@echo 'make proofs     the long tests: solved notebooks, types, many more requests and shapes'
+	@echo 'make proofs     the longest tests and lessons, the solved notebooks, types'
 	@echo 'make explore    the randomized tests with another seed (SEED=N EXAMPLES=N)'
 	@echo 'make lab        JupyterLab on copies of the notebooks, in lab/'
 	@echo 'make notebooks  rebuild and execute the notebooks from notebooks/source/'

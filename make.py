@@ -2,7 +2,7 @@
 
     python make.py demo                           serve, load-test and compare the embedded model; a report in build/
     python make.py test                           every test but the proofs, with the lessons
-    python make.py proofs                         the long tests: solved notebooks, types, many more requests and shapes
+    python make.py proofs                         the longest tests and lessons, the solved notebooks, types
     python make.py lab                            JupyterLab on copies of the notebooks, in lab/
     python make.py lab --allow-root --ip 0.0.0.0  the same in a container: JupyterLab gets the options
     python make.py site                           the course as a site to read, in build/site
