@@ -14,6 +14,11 @@ PLAIN = SamplingParams(max_tokens=4, temperature=1, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=2000, temperature=1, ignore_eos=True)
 
 
+def share_of(gigabytes: float) -> float:
+    """This amount as a share of the GPU's memory."""
+    return gigabytes * 1e9 / torch.cuda.get_device_properties(0).total_memory
+
+
 def counted() -> dict[str, int]:
     stats = torch.cuda.memory_stats()
     return {name: stats[name] for name in ("num_device_alloc", "num_device_free", "reserved_bytes.all.current")}
@@ -124,22 +129,22 @@ def test_settings_that_do_not_fit_are_rejected_at_startup_with_ones_that_do(opti
 
 
 @pytest.mark.parametrize(
-    "share, options, message",
+    "gigabytes, options, message",
     [
         (
-            0.042,
+            6.3,
             {"max_num_seqs": 16},
             "a step of max_num_batched_tokens=16384 .* max_num_batched_tokens=[0-9]+ would fit",
         ),
-        (0.05, {"dtype": "float32"}, "the weights in float32 are 10.0 GB, .* in bfloat16 they are 5.0 GB"),
+        (7.5, {"dtype": "float32"}, "the weights in float32 are 10.0 GB, .* in bfloat16 they are 5.0 GB"),
     ],
     ids=str,
 )
-def test_a_smaller_gpu_reports_what_does_not_fit(share, options, message):
-    """torch may use only 6 or 7 GB of this GPU, and the model's weights take 5 GB."""
+def test_a_smaller_gpu_reports_what_does_not_fit(gigabytes, options, message):
+    """torch may use only so much of this GPU, and the model's weights take 5 GB."""
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(share)
+    torch.cuda.set_per_process_memory_fraction(share_of(gigabytes))
     try:
         with pytest.raises(ConfigError, match=message) as error:
             LLM("gemma-2b", load_format="dummy", device="cuda", **options)
@@ -152,12 +157,13 @@ def test_a_smaller_gpu_reports_what_does_not_fit(share, options, message):
 
 
 def test_the_memory_share_that_an_error_suggests_is_enough():
+    options = {"gpu_memory_utilization": share_of(4.5), "max_num_batched_tokens": 2048}
     with pytest.raises(ConfigError, match="would fit") as error:
-        LLM("gemma-2b", load_format="dummy", device="cuda", gpu_memory_utilization=0.03, max_num_batched_tokens=2048)
+        LLM("gemma-2b", load_format="dummy", device="cuda", **options)
     share = float(str(error.value).split("gpu_memory_utilization=")[2].split(" ")[0])
     del error
     gc.collect()
     torch.cuda.empty_cache()
-    options = {"gpu_memory_utilization": share, "max_num_batched_tokens": 2048}
+    options["gpu_memory_utilization"] = share
     with LLM("gemma-2b", load_format="dummy", device="cuda", **options) as llm:
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason == "length"
