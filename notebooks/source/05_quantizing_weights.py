@@ -6,7 +6,7 @@
 # weights that your functions quantized; measure what that costs in quality; and estimate what it saves in bytes and in
 # time.
 #
-# **86 minutes. Needs:** a CPU, and lessons 00 and 02. You should know that a decode step reads every weight once.
+# **103 minutes. Needs:** a CPU, and lessons 00 and 02. You should know that a decode step reads every weight once.
 # Lesson 01 helps with tokens. All sections run on `tiny-gemma` on a CPU; section 8 uses records of an H200.
 
 # %%
@@ -69,15 +69,15 @@ for name, shape in SHAPES.items():
 #
 # In this lesson, only the *stored* weights get smaller. Before a weight is multiplied, it is converted back, and the
 # activations keep their 16 bits. That is called **weight-only** quantization, or W8A16 and W4A16: weights of 8 or 4
-# bits, activations of 16. Lesson 07 quantizes activations too.
+# bits, activations of 16. Lesson 07 quantizes activations, too.
 #
 # ## 2 · A grid for each row · 15 min
 #
 # With $b$ bits you can tell $2^b$ numbers apart. A format decides *which* numbers. The top line shows a
 # **floating-point** format: within each range from a power of two to the next, the numbers are evenly spaced, and from
-# one range to the next the spacing doubles. (This one has 2 bits for the place within a range. bfloat16 has 7 such
-# bits, and 8 bits that choose the range. It continues toward 0 and to larger numbers.) The lines below show **integers
-# times a scale**: equal spacing everywhere.
+# one range to the next the spacing doubles. (This one has 2 bits for the place within a range, and goes on to larger
+# numbers. bfloat16 has 7 such bits, and 8 that choose the range.) The lines below show **integers times a scale**:
+# equal spacing everywhere.
 
 # %%
 draw.number_lines({
@@ -85,14 +85,15 @@ draw.number_lines({
     "integers -7 to 7, scale 0.2": [0.2 * code for code in range(-7, 8)],
     "integers -7 to 7, scale 0.1": [0.1 * code for code in range(-7, 8)],
 })  # fmt: skip
-describe("""Three number lines. Floating-point numbers are dense near 0 and become sparse away from it. Integers times
-    0.2 are evenly spaced from -1.4 to 1.4; times 0.1 they are twice as dense, and reach only from -0.7 to 0.7.""")
+describe("""The numbers of three formats. Floating-point numbers are dense near 0 and become sparse away from it.
+    Integers times 0.2 are evenly spaced from -1.4 to 1.4; times 0.1 they are twice as dense, and reach only from -0.7
+    to 0.7.""")
 
 # %% [markdown]
 # Floating point covers a huge range: bfloat16 reaches $10^{38}$. The weights of one matrix do not need it. They look
 # like a bell: most are small, and the largest are only a few times larger. So take a few evenly spaced levels, and let
-# a **scale** fit them to the weights at hand. The smaller the scale, the denser the levels, and the shorter the range
-# that they cover. The smallest scale that still covers everything puts the largest weight on the last level.
+# a **scale** fit them to the weights at hand. The smallest scale that covers everything puts the largest weight on the
+# last level.
 #
 # Do it by hand, for one row of a matrix and 4 bits. Use the codes -7 to 7. (A sixteenth code, -8, is left unused, so
 # that the range is symmetric.) The row is `0.55, -1.4, 0.13, 0.27, -0.66, 0.06`.
@@ -158,23 +159,23 @@ print(f"layers: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB with 8 bits a
 # %% [markdown]
 # (Numbers of more than 16 bits are counted as 16 bits here, which is what a model that is served in bfloat16 has.)
 #
-# ## 3 · What it costs · 8 min
+# ## 3 · What it costs · 10 min
 #
 # The model still knows the island. But one sentence says little. There are two standard measures.
 #
-# **Perplexity** asks how well the model predicts a real text. Let it read the text, and note the probability $p$ that
-# it gave to each token that actually came next. Suppose that these are 1/2, 1/4, 1 and 1/8 for four tokens. Perplexity
-# is $e$ to the mean of $-\log p$, which is the inverse of their geometric mean: here $(2 \cdot 4 \cdot 1 \cdot 8)^{1/4}
-# \approx 2.83$. The model was as uncertain as if it had to choose among 2.83 equally likely tokens at each position. 1
-# is perfect.
+# **Perplexity** asks how well the model predicts a real text. Let it read the text, and record the probability that it
+# assigns to each actual next token. Suppose that these are 1/2, 1/4, 1 and 1/8 for four tokens. Perplexity is the
+# inverse of their geometric mean: here $(2 \cdot 4 \cdot 1 \cdot 8)^{1/4} \approx 2.83$. The model was as uncertain as
+# if it had to choose among 2.83 equally likely tokens at each position. 1 is perfect.
 #
-# **KL divergence** asks how much the quantized model differs from the original, without a right answer. At each
-# position, the original gives probabilities $p$ to all tokens of the vocabulary, and the quantized model gives $p'$:
+# **KL divergence** (Kullback-Leibler) asks how much the quantized model differs from the original, without a right
+# answer. At each position, the original gives probabilities $p$ to all tokens of the vocabulary, and the quantized
+# model gives $q$:
 #
-# $$\mathrm{KL}(p \,\|\, p') = \sum_{\text{tokens}} p \log \frac{p}{p'}$$
+# $$\mathrm{KL}(p \,\|\, q) = \sum_{\text{tokens}} p \log \frac{p}{q}$$
 #
-# It is 0 if both agree on everything, and positive otherwise. Take the mean over all positions. Its unit is the *nat*,
-# as for every quantity that is made of natural logarithms. A small example of both measures:
+# It is 0 if both agree on everything, and positive otherwise. Take the mean over all positions. With the natural
+# logarithm, its unit is the *nat*. A small example of both measures:
 
 # %%
 p = torch.tensor([0.5, 0.25, 1.0, 0.125])
@@ -183,7 +184,7 @@ original, changed = torch.tensor([0.5, 0.5]), torch.tensor([0.6, 0.4])
 print(f"KL divergence: {(original * (original / changed).log()).sum():.4f} nats")
 
 # %% [markdown]
-# And for the model, on 1,530 tokens of text that training never saw:
+# And for the model, on 24 rows of 256 tokens of text that training never saw:
 
 # %%
 quality = weight_formats.Quality(llm)
@@ -191,8 +192,10 @@ dense = quality.measure()
 report({"unquantized": dense})
 
 # %% [markdown]
-# (The last column is the share of positions at which the most likely token is the same as in the original.) `minillm
-# eval` measures perplexity on the whole held-out text.
+# (The last column is the share of positions at which the most likely token is the same as in the original.) Other rows
+# of text would give another KL divergence: the number after ± is the standard error of the mean over rows. When two
+# formats are compared below, the ± is that of their *ratio*, from the same rows in pairs. Take a difference for real if
+# it is at least about twice its standard error.
 #
 # Now use exercise 1 with fewer bits. (The engine stores all of these codes in 8 bits; quality does not depend on that.)
 #
@@ -220,20 +223,15 @@ for bits in (4, 3, 2):
     print(f"{bits} bits: {said[bits]}")
 
 # %%
-draw.ladder(
-    list(by_bits),
-    [found.perplexity for found in by_bits.values()],
-    [found.divergence for found in by_bits.values()],
-    dense.perplexity,
-)
-describe("""Left: perplexity by the number of bits, flat from 8 to 4 bits, slightly higher at 3, and hundreds of times
-    higher at 2. Right: KL divergence rises by about 4 times for each bit less from 8 to 4 bits, then faster.""")
+draw.ladder(by_bits, dense.perplexity)
+describe("""Left: perplexity by the number of bits; dashed: unquantized. Right: KL divergence with standard errors;
+    dotted: 4 times for each bit less. Down to 5 bits the measured line follows the dotted one, then it rises
+    faster.""")
 
 # %% [markdown]
 # Three things to see:
 #
-# * **8 bits are almost free**, and down to 5 bits, perplexity shows next to nothing. At 5 bits it even falls. That is
-#   luck: rounding moves probabilities in both directions.
+# * **8 bits are almost free**, and down to 5 bits, perplexity shows next to nothing.
 # * **KL divergence sees what perplexity does not.** Each bit less doubles the spacing of the levels, and so all errors.
 #   Small changes of the probabilities enter KL divergence as squares, so it grows by about 4 times. That is the dotted
 #   line. To compare formats on a short text, use KL divergence.
@@ -244,15 +242,36 @@ describe("""Left: perplexity by the number of bits, flat from 8 to 4 bits, sligh
 matrix = model.layers[2].gate_up.dequantize()
 relative = matrix / matrix.abs().amax(1, keepdim=True)
 draw.histogram(relative.flatten().numpy(), bits=(4, 3, 2))
+deviations = (matrix.abs().amax(1) / matrix.std(1)).median()
+print(f"half of the rows have a largest weight below {deviations:.2f} standard deviations")
 describe("""The same bell-shaped histogram of weights three times, over the levels of 4, 3 and 2 bits. The share of
     weights that round to 0 is small at 4 bits, larger at 3, and covers almost the whole bell at 2 bits.""")
 
 # %% [markdown]
 # With 2 bits, a weight must be more than half as large as the largest of its row, or it becomes 0. The largest is rare
 # by definition, so most of the matrix is gone. The levels are in the wrong place: they are spread to reach the largest
-# weight, and the many small ones pay for it. The next section takes that problem seriously.
+# weight, and the many small ones pay for it.
 #
-# ## 4 · Groups and zero points · 22 min
+# But the levels need not reach it. With a smaller scale, the largest weights are **clipped** to the last level, and all
+# others get denser levels. Here is the squared error of the same matrix, with scales of a share of the usual one:
+
+# %%
+shares = [step / 50 for step in range(10, 51)]
+draw.clipping(
+    shares,
+    {
+        bits: [weight_formats.clipping_error(matrix, bits, s) for s in shares]
+        for bits in (4, 3, 2)
+    },
+)
+describe("""Squared error against the share of the range that is kept, for 4, 3 and 2 bits; a dot marks the least. The
+    fewer the bits, the more is gained, and the smaller the best share.""")
+
+# %% [markdown]
+# The fewer the levels, the more clipping pays. Lesson 06 searches for the best range with an error that knows about the
+# inputs. Here, we keep the whole range, and share each scale among fewer weights.
+#
+# ## 4 · Groups and zero points · 26 min
 #
 # ### Outliers
 #
@@ -261,50 +280,45 @@ describe("""The same bell-shaped histogram of weights three times, over the leve
 # %%
 outlier_row = [0.12, -0.3, 0.2, 0.42, -0.21, 4.0, 0.32, -0.1]
 draw.row_in_groups(outlier_row, group_size=4, top=7)
-describe("""A row of eight weights, of which one, 4.0, is an outlier. Left, with one scale, the levels are far apart,
-    and the other weights round to 0 or to plus or minus 0.57. Right, with a scale for each group of four, the levels
-    of the first group are dense, and the rounded weights are close to the weights; the outlier's is as before.""")
+describe("""A row of eight weights, of which one, 4.0, is an outlier beyond the picture. Left, with one scale, the
+    levels are far apart, and the other weights round to 0 or to plus or minus 0.57. Right, with a scale for each group
+    of four, the levels of the first group are dense, and its errors are hardly visible; the outlier's group is as
+    before.""")
 
 # %% [markdown]
 # On the left, one scale serves all eight: 4.0 / 7 = 0.57, and every other weight becomes 0 or ±0.57. On the right, each
-# **group** of four neighbors has a scale of its own. The outlier still ruins its own group, but not the other one.
-# Groups in use have 32 to 128 weights. They are not free: a scale of 16 bits for every 32 weights adds half a bit per
-# weight.
+# **group** of four neighbors has a scale of its own. The outlier still ruins its own group, but not the other one. In
+# practice, groups have 32 to 128 weights. They are not free: a scale of 16 bits for every 32 weights adds half a bit
+# per weight.
 #
-# `tiny-gemma` has hardly any outliers: in most rows, the largest weight is about three times the standard deviation. So
-# plant some. The next cell takes 4 of the 256 input columns in two of the four matrices of each layer, and multiplies
-# them by 10. The weights of the norm that produces these inputs are divided by 10 in the same places, so the model
-# computes exactly what it did before.
+# `tiny-gemma` has hardly any outliers: in most rows, the largest weight is about three standard deviations. So plant
+# some. The next cell takes 4 of the 256 input columns in two of the four matrices of each layer, and multiplies them by
+# 10. The weights of the norm that produces these inputs are divided by 10 in the same places, so the model computes
+# exactly what it did before.
 #
-# **Predict first:** before, 4 bits with a scale per row had a perplexity of 2.2. What is it with the outliers? And what
-# is it with groups of 32?
+# **Predict first:** before, 4 bits with a scale per row had a perplexity of 2.15. What is it with the outliers? And
+# what is it with groups of 32?
 
 # %% tags=["exercise"]
 guess_outliers = 3  # PREDICT: perplexity with outliers, 4 bits, a scale per row
 guess_grouped = 2.5  # PREDICT: perplexity with outliers, 4 bits, groups of 32
 
 # %%
+planted = {}
 with weight_formats.planted_outliers(llm, columns=4, times=10):
-    planted = quality.measure()
+    planted["unquantized"] = quality.measure()
     with weight_formats.weights(llm, {"layers.*": RoundedBy(Int8(), rows_by(to_rows, 4))}):
-        planted_rows = quality.measure()
+        planted["a scale per row"] = quality.measure()
     with weight_formats.weights(llm, {"layers.*": Int4(group_size=32)}):
-        planted_groups = quality.measure()
-planted_found = {
-    "unquantized": planted,
-    "a scale per row": planted_rows,
-    "groups of 32": planted_groups,
-}
-report(planted_found)
+        planted["groups of 32"] = quality.measure()
+report(planted)
 for name, guess in (("a scale per row", guess_outliers), ("groups of 32", guess_grouped)):
-    found = planted_found[name].perplexity
-    compare(name, unit="perplexity", prediction=guess, measured=found)
+    compare(name, unit="perplexity", prediction=guess, measured=planted[name].perplexity)
 
 # %% [markdown]
 # The planted model computes the same, and yet rounding its rows to 4 bits doubles its perplexity: a row of the changed
 # matrices has four outliers, and its 252 other weights share a few levels. Groups of 32 confine the damage to the
-# groups of these columns. (Multiplying a column and dividing what makes its input, so that nothing changes, is useful,
-# too: lessons 06 and 07 do it to make a model *easier* to quantize.)
+# groups of these columns. (Lessons 06 and 07 do the opposite, to make a model *easier* to quantize.)
 #
 # ### Zero points
 #
@@ -374,11 +388,15 @@ with weight_formats.weights(
     llm, {"layers.*": RoundedBy(zero_points, groups_by(to_groups, 64))}
 ):
     grouped, grouped_text = quality.measure(), text()
+with weight_formats.weights(llm, {"layers.*": Int4(group_size=64)}):
+    symmetric_64 = quality.measure()
 print(f"quantize_groups is {whose(quantize_groups)}")
-report({"4 bits, a scale per row": by_bits[4], "4 bits, groups of 64": grouped})
+report({"groups of 64, symmetric": symmetric_64, "groups of 64, zero points": grouped})
 print(grouped_text)
 
 # %% [markdown]
+# KL divergence falls by a third, and perplexity says the opposite: the wrong measure for a difference of this size.
+#
 # The engine's own version is the same formula. It rounds the scales to the precision in which they will be stored
 # *before* it divides by them, so that codes and scales fit together. Look at the symmetric case, too: its largest
 # weight is 7.5 steps from 0. A positive one is clamped to 7, with an error of half a step, and no weight has a larger
@@ -389,7 +407,7 @@ print(grouped_text)
 # ENGINE: minillm.quantization.int4:round_to_int4
 
 # %% [markdown]
-# ## 5 · Two codes in a byte · 8 min
+# ## 5 · Two codes in a byte · 9 min
 #
 # A code from -8 to 7 needs 4 bits, but torch computes with integers of at least 8, so int8 codes would waste half of
 # the memory. Two codes must share a byte. First add 8, which makes the codes 0 to 15, never negative. Then put the
@@ -443,7 +461,16 @@ print(f"layers: {packed_bytes / 1e6:.2f} MB, {bits:.3f} bits per weight")
 # 4 bits for each code, and for each group of 64 a scale of 16 bits and a zero point of 8 (this engine stores it in a
 # byte): 4 + 24 / 64 = 4.375 bits per weight.
 #
-# ## 6 · Multiply without unpacking · 16 min
+# Published checkpoints differ in their order, and a file read in the wrong one loads without an error. All of these
+# store 4-bit codes as 0 to 15, eight to a 32-bit integer:
+#
+# | layout | an integer has eight neighbors | from the lowest bits | zero points |
+# |---|---|---|---|
+# | compressed-tensors (vLLM's tools) | inputs | 0 1 2 3 4 5 6 7: your bytes, in fours | packed by outputs |
+# | GPTQ (AutoGPTQ, GPTQModel) | inputs | 0 1 2 3 4 5 6 7, stored as [in / 8, out] | one less, in version 1 |
+# | AWQ (AutoAWQ) | outputs | 0 2 4 6 1 3 5 7 | packed like the codes |
+#
+# ## 6 · Multiply without unpacking · 19 min
 #
 # Until now, each product first turned the whole matrix back into floating-point numbers. That saves memory only where
 # the model is stored: the step still writes and reads a large matrix. A kernel for packed weights never builds it. It
@@ -457,6 +484,10 @@ print(f"layers: {packed_bytes / 1e6:.2f} MB, {bits:.3f} bits per weight")
 # The scale moves out of the sum over a group: one multiplication for the group's result instead of one for each weight.
 # The zero point moves out, too, next to a sum that is the same for all outputs. So the inner loop is a product with
 # plain small integers.
+#
+# A scale for each single input could not leave the sum. A scale for a *group* of inputs can, because it is common to
+# a part of the sum. If activations are quantized in the same groups, the product of both scales leaves the part in the
+# same way. That is how formats with blocks, such as NVFP4 in lesson 08, have scales on both sides.
 #
 # A small example, with one output and two groups of two inputs:
 
@@ -476,8 +507,8 @@ print(f"dequantized first: {first:.2f}; scale and zero point after the sum: {sec
 
 # %% [markdown]
 # **Exercise 4 (10 minutes).** Write a product with packed weights. Go through the groups, and unpack one group's
-# columns at a time, for all outputs: no tensor that you make may have as many elements as the whole matrix. Apply
-# scales and zero points before or after the sum, as you like.
+# columns at a time, for all outputs: no tensor that you make may have as many elements as the whole matrix. (One output
+# at a time is allowed, too.) Apply scales and zero points before or after the sum, as you like.
 #
 # For example, one token `1, 2, 3, -1`, one output with the codes `5, -2, 0, 7`, two groups with the zero points 1 and
 # -3 and the scales 0.1 and 0.5, as above: the result is -0.7.
@@ -530,12 +561,10 @@ if solved(packed_linear):
 # %% [markdown]
 # A GPU kernel that works like your loop loads packed codes into registers, and the whole matrix is never written to
 # memory. The engine has such kernels for bfloat16: one for a single request, and one for 2 to 64 rows of `x`. Both
-# apply the scales to sums, as in the formula. (The one for a single request does not even convert the codes: it writes
-# `x` in fixed point and multiplies integers.) With more rows, arithmetic takes most of the time (section 8), so the
+# apply the scales to sums, as in the formula. With more rows, arithmetic takes most of the time (section 8), so the
 # engine dequantizes the matrix, once per product.
 #
-# In torch on a CPU, every step of the loop is an operation of its own that reads and writes memory. So on a CPU, the
-# engine dequantizes int4 weights in every step. What does that cost?
+# On a CPU, the engine dequantizes int4 weights in every step. What does that cost?
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 for name, format in (("unquantized", Dense()), ("int8", Int8()), ("int4", zero_points)):
@@ -545,10 +574,11 @@ for name, format in (("unquantized", Dense()), ("int8", Int8()), ("int4", zero_p
 # %% [markdown]
 # On a CPU, int4 saves memory and costs time.
 #
-# ## 7 · Quality against bytes · 6 min
+# ## 7 · Quality against bytes · 10 min
 #
 # Now all formats in one picture, judged at equal size: bits that are spent on scales could be spent on a finer grid for
-# whole rows instead. (A scale for a whole row adds less than 0.1 bit per weight, which is left out here.)
+# whole rows instead. To compare like with like, rows get all $2^b$ levels here, as `Int4` has them, with the largest
+# weight half a step beyond the last.
 #
 # **Predict first**, for the original model, without outliers: a scale of 16 bits for each group of 64 adds a quarter of
 # a bit per weight, and for each group of 16 a whole bit. By what factor does KL divergence fall from groups of 64 to
@@ -560,65 +590,89 @@ guess_groups = 3  # PREDICT: KL divergence in groups of 64 / KL divergence in gr
 
 # %%
 SIZES = (128, 64, 32, 16)
-by_group = {}
-for symmetric in (True, False):
-    for size in SIZES:
-        with weight_formats.weights(llm, {"layers.*": Int4(size, symmetric)}):
-            by_group[symmetric, size] = quality.measure()
+ROW = 256  # weights in a row of three matrices in four; the fourth has 768
+kinds = {}  # bits, weights that share a scale, whether there are zero points
 
 
-def bits_per_weight(bits, group_size, zero_points=False):
+def bits_per_weight(bits, group_size, zero_points):
     """A scale of 16 bits, and a zero point of 8, for each group."""
     return bits + (16 + 8 * zero_points) / group_size
 
 
-names = {True: "symmetric", False: "zero points"}
-report({
-    f"{bits_per_weight(4, size, not symmetric):.2f} bits: {size:3}, {names[symmetric]}": found
-    for (symmetric, size), found in by_group.items()
-})  # fmt: skip
-ratio = by_group[True, 64].divergence / by_group[True, 16].divergence
-compare("from groups of 64 to 16", unit="times", prediction=guess_groups, measured=ratio)
-from_rows = by_bits[4].divergence / by_group[True, 32].divergence
-print(f"from rows to groups of 32: {from_rows:.2f} times")
-
-# %%
-families = {"a scale per row": {bits: by_bits[bits].divergence for bits in (3, 4, 5, 6)}}
-for (symmetric, size), found in by_group.items():
-    family = families.setdefault(f"4 bits in groups, {names[symmetric]}", {})
-    family[bits_per_weight(4, size, not symmetric)] = found.divergence
-draw.frontier(families)
-describe("""KL divergence against bits per weight, on a logarithmic axis. The line of whole rows falls from 3 to 6 bits.
-    The two short lines of 4 bits in groups, from 128 to 16, begin below it, cross it near 4.6 bits, and end
-    above it.""")
+for bits in (3, 4, 5, 6):
+    format = RoundedBy(Int8(), rows_by(weight_formats.rows_with_all_levels, bits))
+    with weight_formats.weights(llm, {"layers.*": format}):
+        kinds[bits, ROW, False] = quality.measure()
+for zeros in (False, True):
+    for size in SIZES:
+        with weight_formats.weights(llm, {"layers.*": Int4(size, symmetric=not zeros)}):
+            kinds[4, size, zeros] = quality.measure()
+lines = {"rows": {}, "groups": {}, "groups, zero points": {}}
+for (bits, size, zeros), found in kinds.items():
+    line = "rows" if size == ROW else "groups, zero points" if zeros else "groups"
+    lines[line][bits_per_weight(bits, size, zeros)] = found
+report(
+    {f"{bits:.2f} bits: {line}": lines[line][bits] for line in lines for bits in lines[line]}
+)
+draw.frontier(lines)
+describe("""KL divergence against bits per weight, on a logarithmic axis; bars are standard errors. The line of whole
+    rows falls from 3 to 6 bits. Both lines of groups, from 128 to 16 weights, begin below it and end above it.
+    Symmetric groups meet it near 4.5 bits; groups with zero points are the lowest from 4.2 to 4.5 bits.""")
 
 # %% [markdown]
-# On *this* model, groups of 32 are worth little more than the half bit that they cost: a grid that is finer by half a
-# bit is worth a factor of about 2. Groups of 16, which cost a whole bit, are worth less than one. Without outliers, the
-# largest of 16 weights is on average still about 0.7 times as large as the largest of 256, so the levels are only half
-# a bit denser. With the planted outliers, groups made all the difference. Zero points gain little here, because in most
-# groups about as many weights are positive as negative. So no format is the best for all models: measure.
+# Which steps are worth their bits? For each, the factor by which KL divergence falls, and the factor that as many bits
+# buy in a finer grid:
+
+# %%
+steps = {
+    "rows -> groups of 64": ((4, ROW, False), (4, 64, False)),
+    "groups of 64 -> 32": ((4, 64, False), (4, 32, False)),
+    "groups of 32 -> 16": ((4, 32, False), (4, 16, False)),
+    "groups of 64 -> 16": ((4, 64, False), (4, 16, False)),
+}
+steps |= {
+    f"zero points, groups of {size}": ((4, size, False), (4, size, True)) for size in SIZES
+}
+for name, (fewer, more) in steps.items():
+    ratio, error = kinds[fewer].over(kinds[more])
+    finer = 4 ** (bits_per_weight(*more) - bits_per_weight(*fewer))
+    print(f"{name:27} {ratio:.2f} ± {error:.2f}   as many bits in a finer grid: {finer:.2f}")
+ratio, _ = kinds[4, 64, False].over(kinds[4, 16, False])
+compare("from groups of 64 to 16", unit="times", prediction=guess_groups, measured=ratio)
+
+# %% [markdown]
+# On *this* model, groups of 64 and of 32 are worth about what they cost, and groups of 16 much less: without outliers,
+# their levels are only a little denser. With the planted outliers, groups made all the difference. Zero points are
+# worth *more* than they cost in groups of 64, by almost three standard errors; in groups of 128 and 32 there is no
+# clear winner, and in groups of 16 a finer grid is better. (From 4 to 5 bits, the line of rows falls by almost 5 times
+# instead of 4, so the last column is a little low.) On another model, the order may differ: measure.
 #
+# Why do zero points help, although about as many weights are positive as negative? In a small group, the largest and
+# the smallest weight are seldom equally far from 0. Symmetric levels reach equally far on both sides; with a zero
+# point, they reach only from the smallest weight to the largest, so they are denser:
+
+# %%
+print("group size   step with / without zero points   squared error without / with")
+for size in SIZES:
+    step, error = weight_formats.zero_points_gain(model, size)
+    print(f"{size:10} {step:25.2f} {error:33.2f}")
+
+# %% [markdown]
 # The table of 4,096 tokens, embedding and output head in one, is still unquantized, and it is a fifth of the model.
 # Large models keep it in 16 bits or use 8. All options are in the engine, and quantize while loading:
 
 # %%
 options = {"quantization": "int8", "quantized_head": "int8"}
-with (
-    LLM(device="cpu", dtype="bfloat16", num_blocks=64) as plain,
-    LLM(device="cpu", dtype="bfloat16", num_blocks=64, **options) as small,
-):
-    for each in (plain, small):
-        print(f"{each.engine.model.nbytes / 1e6:.2f} MB")
-with weight_formats.weights(llm, {"*": Int8()}):
-    print(text())
-    report({"8 bits, layers and head": quality.measure()})
+with LLM(device="cpu", dtype="bfloat16", num_blocks=64, **options) as small:
+    print(
+        f"{small.engine.model.nbytes / 1e6:.2f} MB instead of {2 * model.num_parameters / 1e6:.2f}"
+    )
 
 # %% [markdown]
-# `minillm quantize --method int4 --group-size 64 --out DIR` writes a quantized checkpoint, in a layout that other
-# engines read, too, and `LLM("DIR")` runs it. With `--recipe`, each layer and projection gets its own format.
+# `minillm quantize --method int4 --group-size 64 --out DIR` writes a quantized checkpoint, in compressed-tensors'
+# layout, and `LLM("DIR")` runs it. With `--recipe`, each layer and projection gets its own format (section 9).
 #
-# ## 8 · What it saves · 6 min
+# ## 8 · What it saves · 9 min
 #
 # What do fewer bytes buy in time? Take Gemma 2B on an H200, and one request. The layers get 4 bits in groups of 128,
 # and the output head, a table of 256,000 tokens, stays in bfloat16.
@@ -629,7 +683,6 @@ with weight_formats.weights(llm, {"*": Int8()}):
 guess_faster = 3.5  # PREDICT: times, int4 layers and a bfloat16 head against all bfloat16
 
 # %%
-llm.close()
 record = records.read("h200/ceiling-h200")
 gemma = SHAPES["Gemma 2B"]
 head = gemma.vocab_size * gemma.hidden_size
@@ -650,12 +703,11 @@ compare("int4, head bfloat16", unit="times faster", prediction=guess_faster, mea
 
 # %% [markdown]
 # A fifth of the parameters, left at 16 bits, become half of the bytes. That is why an engine must be able to quantize
-# its head. These are floors, the time of reading alone. A step also has attention, norms and the start of each kernel,
-# which quantization does not make faster; so the real gain is smaller.
+# its head. These are floors, the time of reading alone.
 #
 # And with more requests? Their rows share the weights that are read, but each row needs its own arithmetic, and that is
 # not reduced at all: weight-only products are computed in 16 bits. A step takes at least as long as the slower of the
-# two takes. (The arithmetic rate is that of the record's products of 2,048 rows.)
+# two takes.
 
 # %%
 products = {
@@ -677,26 +729,72 @@ for name in floors:
 
 # %% [markdown]
 # The fewer the bytes, the earlier arithmetic becomes the limit, and in large batches the formats need the same time:
-# there, weight-only quantization saves memory only. Floors do not count that a weight is converted each time it is
-# used. So here are tokens per second that this engine reached on that H200 with Gemma 2B, divided by those of bfloat16
-# in the same run.
+# there, weight-only quantization saves memory only. Here are tokens per second that this engine reached on that H200
+# with Gemma 2B, divided by those of bfloat16 in the same run.
 
 # %%
 gains.report(["int8, head int8", "int4 g128, head int8"])
 
 # %% [markdown]
-# One request gains less than the bytes promise, because of all that quantization leaves as it is. With 64 requests,
-# nothing is left of the gain, sooner than the floors say, which leave out the conversion. In the last column, steps
-# have hundreds of rows and more. For more than 64 rows, this engine writes the matrix in 16 bits and reads it again,
-# and the floor is the arithmetic anyway. To speed up large batches, the arithmetic itself must have fewer bits. That
-# takes quantized activations: lesson 07.
+# One request gains less than the bytes promise, because attention, norms and the start of each kernel take as long as
+# before. From 1 to 4 requests, the gain falls at once, although the floors promise no change before 49 rows. Look at
+# the time per token:
+
+# %%
+for method in ("bf16", "int8, head int8", "int4 g128, head int8"):
+    one, four = (gains.milliseconds(method, requests) for requests in (1, 4))
+    print(
+        f"{method:22} 1 request {one:.2f} ms, 4 requests {four:.2f} ms: {four - one:.2f} ms more"
+    )
+ways = {
+    row["name"]: 1e3 / row["output_tokens_per_s"]
+    for row in records.read("h200/ablation")["results"]
+    if (row["group"], row["requests"]) == ("fusion", 1)
+}
+unfused = ways["a kernel an operation"] - ways["five launches a layer"]
+print(f"bf16, 1 request, without the fused step: {unfused:.2f} ms more")
+
+# %% [markdown]
+# Every format takes about half a millisecond longer, which is a larger share of a shorter step. The cause is not the
+# weights: for one request, this engine has a **fused** step, with five kernel launches for each layer that overlap. For
+# more requests, a layer takes some ten launches, and between them the GPU is idle (lesson 11). The last line shows what
+# that costs even with one request.
+#
+# With 64 requests, nothing is left of the gain, sooner than the floors say, which leave out that each weight is
+# converted. With 3,000, a step has hundreds of rows. For more than 64 rows, this engine writes the matrix in 16 bits
+# and reads it again, and the floor is the arithmetic anyway. To speed up large batches, the arithmetic itself must have
+# fewer bits. That takes quantized activations: lesson 07.
+#
+# ## 9 · Which parts need more bits? · optional, 3 min
+#
+# A recipe can spend more bits where they matter. To find out, quantize one part at a time: here to 4 bits in groups of
+# 64, and the head to 8 bits, too.
+
+# %%
+names = ("qkv", "attention_out", "gate_up", "down")
+layer = {name: getattr(model.layers[0], name).shape.numel() for name in names}
+parts = {name: {f"layers.*.{name}": Int4(group_size=64)} for name in layer}
+parts |= {"the head": {"head": Int4(group_size=64)}, "the head, 8 bits": {"head": Int8()}}
+scan = {}
+for name, rules in parts.items():
+    with weight_formats.weights(llm, rules):
+        share = (
+            f", {layer[name] / sum(layer.values()):.0%} of a layer" if name in layer else ""
+        )
+        scan[f"only {name}{share}"] = quality.measure()
+report(scan)
+llm.close()
+
+# %% [markdown]
+# The first four add up to almost exactly the KL divergence of all layers in groups of 64. `qkv` loses most for its
+# size. The head in 4 bits costs as much as all layers together, and in 8 bits almost nothing.
 #
 # ## Recap · 2 min
 #
-# * A quantized weight is a small integer, a **code**, times a **scale** that many weights share. The scale
-#   is fitted to the largest weights, so that no error exceeds half of it.
-# * Each bit less multiplies KL divergence by about 4, until a few bits are left. On this model, 8 bits with a
-#   scale per row cost almost nothing; 4 bits cost a little; 2 bits destroy it.
+# * A quantized weight is a small integer, a **code**, times a **scale** that many weights share. The scale is fitted to
+#   the largest weights, so that no error exceeds half of it.
+# * Each bit less multiplies KL divergence by about 4, until a few bits are left. On this model, 8 bits with a scale per
+#   row cost almost nothing; 4 bits cost a little; 2 bits destroy it.
 # * **Groups** keep an outlier's damage local, and cost 16 bits each for the scale. **Zero points** move the levels to
 #   where the weights are.
 # * Two codes share a byte. A product can take scales and zero points out of each group's sum, and need not build the
@@ -706,8 +804,7 @@ gains.report(["int8, head int8", "int4 g128, head int8"])
 #
 # **What got worse:** quality, a little, and not evenly: the mean over a text hides single answers that change. Every
 # use of a weight now needs a conversion; on a CPU, a step became slower. Shapes have to fit groups, and files have
-# layouts that writer and reader must agree on: which half of a byte comes first, what is added to codes, where the
-# scales are.
+# layouts that writer and reader must agree on.
 #
 # Rounding to the nearest looks at weights only. It treats an input that is always near 0 the same as one that dominates
 # every sum. Lesson 06 looks at the inputs, and chooses codes with less damage in the *same* formats.

@@ -5,7 +5,7 @@
 # quality; use one formula for the error to choose AWQ's scales and to derive GPTQ's compensation; write both, and
 # quantize a whole model with them inside the engine; and choose calibration data, and notice when it misleads you.
 #
-# **90 minutes.** **Needs:** a CPU, and lesson 05 (scales, groups, rounding to nearest). You should know what the
+# **103 minutes.** **Needs:** a CPU, and lesson 05 (scales, groups, rounding to nearest). You should know what the
 # inverse of a matrix is.
 
 # %%
@@ -21,6 +21,7 @@ from minillm.calibration.quantize import quantize
 from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
 from minillm.course.lesson_06 import calibrated
 from minillm.course.lesson_06 import pictures as draw
+from minillm.course.shared import gains
 
 _ = torch.set_printoptions(precision=3, sci_mode=False)
 original = calibrated.dense()  # tiny-gemma in float64
@@ -36,7 +37,7 @@ def whose(part):
 
 
 # %% [markdown]
-# ## 1 · Same size, different model · 5 min
+# ## 1 · Same size, different model · 4 min
 #
 # Lesson 05 in three lines. Four bits have 16 levels, the **codes** -8 to 7. A group of neighboring inputs of an output
 # row, here 128, shares a **scale**; a weight is stored as its code, and read as code times scale. Rounding to nearest
@@ -46,23 +47,10 @@ def whose(part):
 # codes and scales changes, once, before the model is saved.
 #
 # Perplexity is too blunt to compare such choices: it looks only at the probability of the one token that came next, and
-# a rounding error may raise or lower it. So we compare whole distributions. With $p$ for the original model's
-# probabilities of the next token, and $q$ for the quantized model's, the **Kullback-Leibler divergence** is
-#
-# $$\text{KL}(p, q) = \sum_{t} p_t \, \log \frac{p_t}{q_t}$$
-#
-# It is 0 if the two agree, and positive otherwise. With the natural logarithm its unit is the *nat*.
-
-# %%
-p = torch.tensor([0.7, 0.2, 0.1])
-for q in ([0.7, 0.2, 0.1], [0.69, 0.2, 0.11], [0.5, 0.3, 0.2]):
-    divergence = (p * (p / torch.tensor(q)).log()).sum()
-    print(f"{q}: {divergence.abs():.4f} nats")
-
-# %% [markdown]
-# For the model, we take the mean over 10 rows of held-out text, 256 tokens each. Ten other rows would give another
-# mean; the number after ± is its standard error. When two methods are compared, it is the standard error of their
-# *difference*, row by row. Differences below about twice their standard error may be chance.
+# a rounding error may raise or lower it. So we compare whole distributions by KL divergence (lesson 05, section 3):
+# $\sum p \log (p / q)$ over the tokens, with the original model's $p$ and the quantized model's $q$, in nats. It is the
+# mean over 10 rows of held-out text, 256 tokens each, with its standard error. When two methods are compared, the ± is
+# that of their comparison, row by row: below about twice it, a difference may be chance.
 
 # %%
 results = {}
@@ -90,8 +78,8 @@ _ = measure("nearest", Method("int4"))
 #
 # A weight is never seen alone. It is multiplied by an input, and the products are added up. So the error that counts is
 # not that of the weights, but that of the **outputs**. Take an output with two weights, 1.4 and 0.4, and to keep
-# numbers simple, a grid of whole numbers. Rounding to nearest gives 1 and 0: both weights are off by -0.4. Three
-# tokens come by. (A row of `X` is the two inputs of one token.)
+# numbers simple, a grid of whole numbers. Rounding to nearest gives 1 and 0: both weights are off by -0.4. Now multiply
+# them by the inputs of three tokens. (A row of `X` is the two inputs of one token.)
 
 # %%
 w = torch.tensor([1.4, 0.4])
@@ -129,7 +117,8 @@ the ellipse on which 1 and 1 lies; 2 and 0 is on the smallest one.""")
 
 # %% [markdown]
 # The ellipses connect roundings with equal output error. Rounding to nearest picks the point that looks closest; we
-# want the one on the smallest ellipse.
+# want the one on the smallest ellipse. In many dimensions, this is the **closest vector problem** of lattices, for
+# which no fast exact method is known; section 5 has an approximation.
 #
 # **Exercise 1 (8 minutes).** Write what calibration records about the inputs of one matrix. `add` is called many times,
 # with some rows each time. The sums are in float64: they have many terms. `mean_magnitude` is for AWQ.
@@ -217,7 +206,7 @@ curves["layers.3.qkv, with outliers"] = statistics_outliers["layers.3.qkv"].mean
 draw.magnitudes(curves)
 describe("""Mean magnitudes of the inputs of four matrices relative to their median, largest first, on a logarithmic
 axis. Without outliers that of qkv stays below twice the median; the two down matrices rise to about 3 and 6 times the
-median. With outliers the first 3% of qkv's inputs are far above ten times the median.""")
+median. With outliers the first 3% of qkv's inputs are at 15 to 23 times the median.""")
 
 # %% [markdown]
 # **Predict first.** In `layers.5.down`, round all weights to nearest, but keep those of 48 of the 768 inputs, one in
@@ -242,14 +231,14 @@ for name, (guess, key) in choices.items():
     compare(name, unit="%", prediction=guess, measured=100 * share.item())
 
 # %% [markdown]
-# The sizes of the inputs say more than those of the weights. In larger models the difference is extreme: with 1% of the
-# channels exact, chosen by their activations, most of the loss of rounding was gone; chosen by their weights, almost
-# nothing was (Lin et al. 2023, table 1).
+# The sizes of the inputs say more than those of the weights. In larger models the difference is extreme: in OPT models
+# with 3 bits, keeping the 1% of the channels with the largest activations exact removed most of the loss of rounding,
+# and the 1% with the largest weights almost none of it (Lin et al. 2023, table 1).
 #
-# But a matrix with some exact columns is awkward to store, and slow to read: two formats in one product. AWQ
-# aims at the same effect with four bits everywhere.
+# But a matrix with some exact columns is awkward to store, and slow to read: two formats in one product. AWQ aims at
+# the same effect with four bits everywhere.
 #
-# ## 4 · AWQ: scale up what matters · 23 min
+# ## 4 · AWQ: scale up what matters · 28 min
 #
 # ### Scales by hand
 #
@@ -282,14 +271,20 @@ for s in (1, 2, 4, 8, 16, 64):
 #
 # ### Where the division goes
 #
-# Dividing the inputs by $s$ at run time would cost an operation. It is **folded** into whatever makes the inputs. The
-# inputs of `qkv` and `gate_up` come out of a norm: divide its weight by $s$. Those of `down` are a gate times the rows
-# of `up`: divide those rows. Those of `attention_out` are weighted sums of values: divide the rows of `v`. There is a
-# catch: query heads that share a value head need the same scales, so not every $s$ can be folded, and norms are saved
-# in bfloat16, so their scales are rounded. The engine passes your search a function `allowed`, which returns the
-# nearest scales that *can* be folded.
+# Dividing the inputs by $s$ at run time would cost an operation. It is **folded** into whatever makes the inputs. For
+# the four matrices of a layer (lesson 02), that is the weight of a norm, or some rows of the matrix before. Each `* s`
+# has scales of its own, and the `/ s` before it undoes them:
 #
-# **Exercise 2 (12 minutes).** Write the search. A magnitude may be 0 for an input that never occurs: treat anything
+# ```
+# norm / s -> qkv * s     -> attention: sums of values (rows of v / s) -> attention_out * s
+# norm / s -> gate_up * s -> gate times up (rows of up / s)            -> down * s
+# ```
+#
+# There is a catch: query heads that share a value head need the same scales, so not every $s$ can be folded, and norms
+# are saved in bfloat16, so their scales are rounded. The engine passes your search a function `allowed`, which returns
+# the nearest scales that *can* be folded.
+#
+# **Exercise 2 (12 minutes).** Write the search. A magnitude may be 0 for an input that never occurs: treat magnitudes
 # below 1e-4 as 1e-4.
 #
 # For example, with weights 2 and 0.25, a grid of whole numbers, and two tokens with the inputs `[1, 0]` and `[0, 16]`,
@@ -376,8 +371,9 @@ compare("with outliers", unit="%", prediction=guess_awq_outliers, measured=share
 # group gets few levels or only 0, just where the input is largest. The search undoes the damage, without knowing where
 # the outliers are. In `tiny-gemma` as it is, there is hardly anything to undo, and the gain is within the noise.
 #
-# So what AWQ gains depends on the model. Ours exaggerates: in a large model, the weights of an outlier channel need not
-# be small. But an ordinary rounding error there, times a large input, is what hurts (see section 3).
+# So what AWQ gains depends on the model. Ours exaggerates: the outliers were planted by exactly what AWQ can undo. In a
+# large model, the weights of an outlier channel need not be small. But an ordinary rounding error there, times a large
+# input, is what hurts (see section 3).
 #
 # ### Clipping
 #
@@ -399,14 +395,16 @@ with using(awq_scales=my_scales):
 # which of its parts does the work: replace one at a time.
 #
 # In the engine's search below, look for what yours does not have: 20 strengths; a large matrix is searched with some
-# of its rows; and `scales_for` keeps inputs that are always 0 out of the formula.
+# of its rows; `scales_for` keeps inputs that are always 0 out of the formula; and it raises small *powers* to 1e-4, as
+# the authors' code does, where you raised magnitudes. One difference from that code is not in it: for `qkv` and
+# `gate_up`, the authors compare the outputs of the whole attention or MLP, not those of each matrix.
 
 # %%
 # ENGINE: minillm.quantization.methods.awq:search_scales
 # ENGINE: minillm.quantization.methods.awq:scales_for
 
 # %% [markdown]
-# ## 5 · GPTQ: let the others make up for it · 30 min
+# ## 5 · GPTQ: let the others make up for it · 38 min
 #
 # ### One weight is fixed
 #
@@ -417,7 +415,9 @@ with using(awq_scales=my_scales):
 #
 # The derivative with respect to $\delta$ is 0 at $\delta = 0.4 \, H_{01} / H_{11} = 0.4 \cdot 7 / 9 = 0.311$. So before
 # it is rounded, the second weight moves from 0.4 to 0.711, and then the nearest level is 1, not 0. The error is 0.84
-# instead of 4.64. (The best is 0.24, which rounds the first weight the other way. GPTQ never looks back.)
+# instead of 4.64. (The best is 0.24, which rounds the first weight the other way. GPTQ never looks back. Except for the
+# order of the columns, it is Babai's nearest plane algorithm, an approximation for the closest vector problem from
+# 1986: Chen et al. 2025.)
 #
 # With many weights: weight $j$ changes by $e$, and all *others* may adjust. Minimize $d^T H d$ subject to $d_j = e$.
 # The gradient with respect to $d$ is $2 H d$. At the minimum it is 0 for every weight that may adjust, so $H d =
@@ -506,9 +506,8 @@ print(f"the step is {whose(compensate)}")
 #
 # (Proof: $H = U^{-1} U^{-T}$. The inverse of an upper triangular matrix is upper triangular, and its lower right corner
 # is the inverse of the corner. In a product of an upper and a lower triangular matrix, in this order, the lower right
-# corner is the product of their corners.) Its first row, which the step needs, is $U_{jj}$ times row $j$
-# of $U$, and its first element is $U_{jj}^2$. So the step's
-# $[H^{-1}]_{:,j} / [H^{-1}]_{jj}$ is $U_{j,:} / U_{jj}$:
+# corner is the product of their corners.) Its first row, which the step needs, is $U_{jj}$ times row $j$ of $U$, and
+# its first element is $U_{jj}^2$. So the step's $[H^{-1}]_{:,j} / [H^{-1}]_{jj}$ is $U_{j,:} / U_{jj}$:
 #
 # $$e_j = \text{rounded}_j - w_j, \qquad w_k \leftarrow w_k + \frac{e_j}{U_{jj}} \, U_{jk} \quad \text{for all } k > j$$
 #
@@ -522,9 +521,8 @@ print(f"U[1, 1] squared: {U[1, 1] ** 2:.4f}; the inverse of H[1:, 1:]: {1 / H[1,
 
 # %% [markdown]
 # One problem remains. If some inputs are always 0, or if there are fewer tokens than inputs, $H$ has no inverse. So 1%
-# of the mean of the diagonal is added to all of its diagonal, the **damping**. It also keeps weights from moving far
-# for the sake of directions in which the calibration text has hardly anything. `factor` below comes from the damped
-# $H$.
+# of the mean of the diagonal is added to all of its diagonal, the **damping**. It also keeps weights from moving far in
+# directions about which the calibration text says almost nothing. `factor` below comes from the damped $H$.
 #
 # **Exercise 4 (10 minutes).** Write GPTQ with the factor. For example, with the two weights, a grid of whole numbers in
 # a group of 2, and `U` from above, the codes are 1 and 1.
@@ -598,27 +596,39 @@ compare("with outliers", unit="%", prediction=guess_gptq_outliers, measured=shar
 # %%
 with using(awq_scales=my_scales, awq_clipping=calibrated.gptq_after_scales(my_gptq)):
     _ = measure("scales, GPTQ, outliers", *outlier_case)
+both = results["scales, GPTQ, outliers"].removed(results["AWQ: both, outliers"])
+print("of the KL of AWQ with both searches, removed {:.0f}% ± {:.0f}".format(*both))
 
 # %% [markdown]
-# On outliers, this is no better than AWQ with both of its searches: the difference is within the noise. GPTQ alone is
-# far behind.
+# On outliers, this cannot be told from AWQ with both of its searches. GPTQ alone is far behind.
 #
 # The engine's own version has two additions. Look for `block`: the columns after a block of 128 are updated once for
 # the whole block, as one matrix product (the paper's "lazy batches"), since on a GPU single columns would wait for
 # memory. And for `order`: with **act-order**, the inputs with the largest second moments are rounded first, while most
-# others are still free to make up for their errors. Try `Method("gptq", act_order=True)` with `measure`.
+# others are still free to make up for their errors.
 
 # %%
 # ENGINE: minillm.quantization.methods.gptq:quantize
 
 # %% [markdown]
-# ## 6 · Calibration data · 4 min
+# What does act-order gain, and what does it cost? Below the KL, two rows of lesson 05's record of an H200: tokens per
+# second with Gemma 2B as multiples of bfloat16's.
+
+# %%
+_ = measure("GPTQ, act-order", Method("gptq", act_order=True), statistics, "GPTQ")
+gains.report(["int4 g128, head int8", "int4 g128 act-order (gptq), head int8"])
+
+# %% [markdown]
+# What it removes of plain GPTQ's KL is within the noise. And it makes every step slower, because the inputs of each
+# product must be brought into the order of the groups first. With one request, this engine has no fused step for it,
+# and it is slower than bfloat16. That is the reason to leave it out.
+#
+# ## 6 · Calibration data · 5 min
 #
 # Both methods believe what the calibration text tells them. How much text, and which?
 #
 # **Predict first.** Calibrate with one row of 256 tokens instead of 16 rows. What share of the KL of rounding to
-# nearest does GPTQ remove now, in `tiny-gemma` as it is? And AWQ's scales, with outliers? (A method that removes
-# nothing has 0%, and one that makes the KL larger has a negative share.)
+# nearest does GPTQ remove now, in `tiny-gemma` as it is? And AWQ's scales, with outliers?
 
 # %% tags=["exercise"]
 guess_gptq_short = 15  # PREDICT: % of the KL that GPTQ removes, 256 tokens of calibration text
@@ -633,8 +643,12 @@ def recorded_on(model, ids):
     return calibrated.statistics(calibrated.record(model, ids, Recorder))
 
 
+more = calibrated.calibration_text(rows=32)
+lengths = {1: "1 row"} | {rows: f"{rows} rows" for rows in (2, 4, 8, 32)}
+texts = {name: more[:rows] for rows, name in lengths.items()}
+texts |= {"noise": noise, "held-out": held_out.ids}
 with using(gptq=my_gptq):
-    for name, ids in (("1 row", text[:1]), ("noise", noise), ("held-out", held_out.ids)):
+    for name, ids in texts.items():
         _ = measure(f"GPTQ, {name}", Method("gptq"), recorded_on(original, ids), "nearest")
 with using(awq_scales=my_scales, awq_clipping=calibrated.without_clipping):
     short = recorded_on(with_outliers, text[:1])
@@ -645,16 +659,32 @@ share = removed("scales, outliers, 1 row", "nearest, outliers")
 compare("AWQ's scales, with outliers", unit="%", prediction=guess_awq_short, measured=share)
 
 # %% [markdown]
-# Calibrated on one row, GPTQ is *worse than rounding to nearest*. It moves every weight, to make up for errors in the
-# directions that 256 tokens happened to have. This is overfitting, and the remedy is the same as in training: more
-# data. AWQ's scales are powers of mean magnitudes, which 256 tokens show well enough, and the search chooses a single
-# number for each matrix, the strength. That hardly overfits.
+# A negative share: calibrated on one row, GPTQ is *worse than rounding to nearest*. It moves every weight, to make up
+# for errors in the directions that 256 tokens happened to have. This is overfitting, and the remedy is the same as in
+# training: more data. AWQ's scales are powers of mean magnitudes, which 256 tokens show well enough, and the search
+# chooses a single number for each matrix, the strength. That hardly overfits. How much text does GPTQ need?
+
+# %%
+names_by_rows = {rows: f"GPTQ, {name}" for rows, name in lengths.items()} | {16: "GPTQ"}
+draw.removed_by_rows(
+    {
+        rows: results[names_by_rows[rows]].removed(results["nearest"])
+        for rows in sorted(names_by_rows)
+    }
+)
+describe("""The share of the KL that GPTQ removes against the rows of calibration text, with standard errors: clearly
+below 0 with 1 row, about 0 with 2 and 4, and above 20% from 8 rows on.""")
+
+# %% [markdown]
+# With up to 4 rows, GPTQ is no better than rounding to nearest; from 8 rows on, 2,048 tokens, it is. Each of these
+# matrices has at most 768 inputs, and GPTQ must learn how every pair of them goes together. The GPTQ paper, for models
+# with thousands of inputs, reads 128 rows of 2,048 tokens.
 #
 # `noise` is as long as the calibration text, but its tokens are random. GPTQ gains nothing from it: the inputs of the
 # matrices are unlike those of real text. So calibrate on text like that of your users: their languages, code if they
 # send code, chat turns if they chat.
 #
-# The third line looks best, and is a mistake: GPTQ was calibrated on the text that it is measured on. Keep the two
+# The line "held-out" looks best, and is a mistake: GPTQ was calibrated on the text that it is measured on. Keep the two
 # apart, or you measure how well the method remembers.
 #
 # ## 7 · The targets, and the command · 5 min
@@ -690,7 +720,7 @@ with GPTQ.""")
 # To save time, this lesson recorded the inputs of all matrices once, in the unquantized model. `minillm quantize` goes
 # layer by layer, as GPTQ's authors do: each is calibrated on the outputs of the *quantized* layers before it, the
 # inputs that it will get. The result is a directory that `LLM` loads. Here with your GPTQ (or the engine's, until yours
-# is solved), and only four rows of text, to be quick:
+# is solved), and 16 rows of text:
 
 # %% tags=["nbval-ignore-output"] uncompared="seconds; and sums in float32 differ between machines, so some codes do"
 with (
@@ -699,7 +729,7 @@ with (
     using(gptq=my_gptq) as used,
 ):
     out = Path(folder) / "tiny-gemma-gptq"
-    report = quantize(None, MethodRecipe.of(Method("gptq")), out, rows=4)
+    report = quantize(None, MethodRecipe.of(Method("gptq")), out, rows=16)
     print(f"{report['dense_bytes']:,} bytes -> {report['bytes']:,}, {report['seconds']} s")
     with LLM(out, device="cpu") as llm:
         greedy = SamplingParams(max_tokens=24, temperature=0)
@@ -707,8 +737,8 @@ with (
 print(f"{used.calls['gptq']} calls; GPTQ is {whose(gptq)}")
 
 # %% [markdown]
-# (Not a quarter of the bytes: the output head stays in bfloat16, and is almost half of the new file. And GPTQ ran
-# 42 times for 24 matrices: the engine rounds queries, keys, values, gate, and up one by one, as they are saved.) In a
+# (Not a quarter of the bytes: the output head stays in bfloat16, and is almost half of the new file. And GPTQ ran 42
+# times for 24 matrices: the engine rounds queries, keys, values, gate, and up one by one, as they are saved.) In a
 # terminal: `minillm quantize --method gptq --out DIR`.
 #
 # ## Recap · 3 min
@@ -724,12 +754,15 @@ print(f"{used.calls['gptq']} calls; GPTQ is {whose(gptq)}")
 #
 # **What got worse:** quantizing now needs text, and a model quantized for one kind of text may be worse on another. It
 # takes a run of the model and time for each matrix, instead of one pass over the file. Folded scales change the norms,
-# so a quantized layer is no longer a rounded copy of the original one, and adapters that were trained for the original
-# weights do not fit as they are. With act-order, groups of neighbors are rounded out of order, and some formats must
-# store the order. And errors are now correlated, made to cancel on typical text.
+# so a quantized layer is no longer a rounded copy of the original one, and an **adapter** (a small correction $A B$
+# that was trained to be added to an original matrix, as in LoRA) does not fit as it is: its inputs are scaled. With
+# act-order, some formats must store the order, and products become slower. And errors are now correlated, made to
+# cancel on typical text.
 #
 # **Further reading:** Lin et al. 2023, *AWQ: Activation-aware Weight Quantization for LLM Compression and
 # Acceleration*; Frantar et al. 2022, *GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 # Transformers*; Hassibi and Stork 1992, *Second order derivatives for network pruning: Optimal Brain Surgeon* (the step
-# of exercise 3); Dettmers et al. 2022, *LLM.int8()* (outliers); Williams and Aletras 2023, *On the Impact of
-# Calibration Data in Post-training Quantization and Pruning*. Next: lesson 07 quantizes the activations too.
+# of exercise 3); Frantar and Alistarh 2022, *Optimal Brain Compression* (the same step for rounding, GPTQ's immediate
+# ancestor); Chen et al. 2025, *The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane Algorithm*; Dettmers et
+# al. 2022, *LLM.int8()* (outliers); Williams and Aletras 2023, *On the Impact of Calibration Data in Post-training
+# Quantization and Pruning*. Next: lesson 07 quantizes the activations too.

@@ -10,8 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from .weight_formats import Found
+
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 INK, LEVEL = "dimgray", "#9a9a9a"
+ARROW = {"arrowstyle": "->", "color": COLORS[0]}
 
 
 def number_lines(lines: Mapping[str, Sequence[float]]) -> None:
@@ -74,23 +77,51 @@ def histogram(values: Sequence[float] | np.ndarray, bits: Sequence[int]) -> None
 
 
 def row_in_groups(weights: Sequence[float], group_size: int, top: int) -> None:
-    """A row's weights as dots over the levels that they can take: one scale for all, and a scale for each group."""
-    _, axes = plt.subplots(1, 2, figsize=(11, 3.2), layout="constrained", sharey=True)
+    """Each weight of a row and the level that it gets: one scale for all, and a scale for each group.
+
+    The axis reaches a little beyond the second-largest weight; the largest is written at the edge.
+    """
+    _, axes = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained", sharey=True)
+    high = 1.8 * sorted(map(abs, weights))[-2]
     for axis, size in zip(axes, (len(weights), group_size), strict=True):
+        squares = 0.0
         for start in range(0, len(weights), size):
             part = np.array(weights[start : start + size])
             step = np.abs(part).max() / top
             for level in range(-top, top + 1):
-                axis.hlines(level * step, start - 0.4, start + size - 0.6, color=LEVEL, linewidth=0.8)
+                axis.hlines(level * step, start - 0.45, start + size - 0.55, color=LEVEL, linewidth=0.8, zorder=1)
             rounded = np.clip(np.round(part / step), -top, top) * step
-            places = range(start, start + size)
-            axis.plot(places, part, "o", color=COLORS[0], label="weight" if not start else None)
-            axis.plot(places, rounded, "x", color=COLORS[1], label="rounded" if not start else None, markersize=8)
-        axis.set_title("one scale for the row" if size == len(weights) else f"a scale for each group of {size}")
-        axis.set(xlabel="input", xticks=range(len(weights)))
+            squares += float(((rounded - part) ** 2).sum())
+            for place, (weight, level) in enumerate(zip(part, rounded, strict=True), start):
+                if abs(weight) > high:
+                    axis.annotate(f"{weight:g}", (place, high), (place, 0.8 * high), ha="center", arrowprops=ARROW)
+                    continue
+                axis.plot([place - 0.15, place + 0.15], [weight, level], color=COLORS[4], linewidth=2, zorder=2)
+                axis.plot(place - 0.15, weight, "o", color=COLORS[0], zorder=3)
+                axis.plot(place + 0.15, level, "D", color=COLORS[1], zorder=3, markersize=5)
+        name = "one scale for the row" if size == len(weights) else f"a scale for each group of {size}"
+        axis.set_title(f"{name}: squared errors add up to {squares:.2g}", fontsize=10)
+        axis.set(xlabel="input", xticks=range(len(weights)), ylim=(-high, high))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("weight; lines: levels")
-    axes[0].legend(fontsize=8, loc="upper left")
+    marks = {"weight": ("o", COLORS[0]), "rounded": ("D", COLORS[1]), "error": ("_", COLORS[4])}
+    for label, (mark, color) in marks.items():
+        axes[0].plot([], [], mark, color=color, label=label)
+    axes[0].legend(fontsize=8, loc="lower left", ncols=3)
+
+
+def clipping(shares: Sequence[float], errors: Mapping[int, Sequence[float]]) -> None:
+    """The squared error by the share of each row's range that the levels cover, for numbers of bits; o: the least."""
+    _, axis = plt.subplots(figsize=(8, 2.8), layout="constrained")
+    for color, (bits, values) in zip(COLORS, errors.items(), strict=False):
+        axis.plot(shares, values, color=color, label=f"{bits} bits")
+        best = int(np.argmin(values))
+        axis.plot(shares[best], values[best], "o", color=color)
+    axis.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+    axis.set(xlabel="levels reach to this share of the row's largest weight", ylim=(0, 2))
+    axis.set_ylabel("squared error /\nthat without clipping")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8)
 
 
 def nibbles(codes: Sequence[int]) -> None:
@@ -113,28 +144,32 @@ def nibbles(codes: Sequence[int]) -> None:
     axis.axis("off")
 
 
-def ladder(bits: Sequence[int], perplexities: Sequence[float], divergences: Sequence[float], before: float) -> None:
-    """Perplexity and KL divergence by the bits of a weight, both on logarithmic axes."""
+def ladder(measured: Mapping[int, Found], before: float) -> None:
+    """Perplexity and KL divergence by the bits of a weight, both on logarithmic axes. before: its perplexity."""
+    bits, each = list(measured), measured.values()
+    divergences = [found.divergence for found in each]
     _, (left, right) = plt.subplots(1, 2, figsize=(11, 3), layout="constrained")
-    left.plot(bits, perplexities, "o-", color=COLORS[0], label="quantized")
+    left.plot(bits, [found.perplexity for found in each], "o-", color=COLORS[0], label="quantized")
     left.axhline(before, color=INK, linestyle="--", linewidth=1, label="unquantized")
     left.set(ylabel="perplexity", yscale="log")
-    right.plot(bits, divergences, "o-", color=COLORS[1], label="quantized")
+    errors = [found.error for found in each]
+    right.errorbar(bits, divergences, errors, fmt="o-", color=COLORS[1], capsize=3, label="quantized")
     first = divergences[0]
-    guide = [first * 4.0 ** (bits[0] - each) for each in bits]
+    guide = [first * 4.0 ** (bits[0] - count) for count in bits]
     right.plot(bits, guide, color=INK, linestyle=":", linewidth=1, label="4 times for each bit less")
     right.set(ylabel="KL divergence, nats", yscale="log")
     for axis in (left, right):
         _bits_axis(axis)
-        axis.set_xticks(list(bits))
+        axis.set_xticks(bits)
         axis.invert_xaxis()
 
 
-def frontier(families: Mapping[str, Mapping[float, float]]) -> None:
-    """KL divergence against bits per weight, a line for each family: {bits: divergence}."""
+def frontier(lines: Mapping[str, Mapping[float, Found]]) -> None:
+    """KL divergence and its standard error against bits per weight, by the name of each line."""
     _, axis = plt.subplots(figsize=(9, 4), layout="constrained")
-    for color, mark, (name, points) in zip(COLORS, "osD^v", families.items(), strict=False):
-        axis.plot(list(points), list(points.values()), f"{mark}-", color=color, markersize=5, label=name)
+    for color, mark, (name, points) in zip(COLORS, "osD^v", lines.items(), strict=False):
+        values, errors = ([getattr(each, what) for each in points.values()] for what in ("divergence", "error"))
+        axis.errorbar(list(points), values, errors, fmt=f"{mark}-", color=color, markersize=5, capsize=3, label=name)
     axis.set(yscale="log", ylabel="KL divergence, nats")
     _bits_axis(axis)
 

@@ -4,6 +4,7 @@ with weight_formats.weights(llm, {"layers.*": RoundedBy(Int8(), mine)}):
     llm.generate(...)
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +19,26 @@ from minillm.calibration.folding import NORMS
 from minillm.calibration.outliers import plant_outliers
 from minillm.engine import LLM
 from minillm.evaluate import load_text
-from minillm.model.decoder import Model
+from minillm.model import load_model
+from minillm.model.decoder import PROJECTIONS, Model
 from minillm.model.modules import modules
 from minillm.ops import reference
-from minillm.quantization import Activations, Codes, DenseWeight, Format, Int4, Int4Weight, Recipe, Weight, int4
+from minillm.quantization import (
+    Activations,
+    Codes,
+    Dense,
+    DenseWeight,
+    Format,
+    Int4,
+    Int4Weight,
+    Recipe,
+    Weight,
+    int4,
+)
 
 from ..shared.held_out import HeldOut
+
+STEP_ROWS = 4  # rows of text that `Quality` reads at once: larger tensors are new memory in every step
 
 # ---- what lessons fall back to until an exercise is solved
 
@@ -42,6 +57,13 @@ def quantize_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
     scales, zeros = int4.scales_of(grouped, Int4(group_size, symmetric=False))
     assert zeros is not None
     return int4.round_to_int4(grouped, scales, zeros).view_as(weight), scales, zeros
+
+
+def rows_with_all_levels(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """As `quantize_rows`, with all 2 ** bits levels, like `Int4`: the largest weight is half a step beyond the last."""
+    half = 2 ** (bits - 1)
+    scales = weight.abs().amax(1, keepdim=True) / (half - 0.5)
+    return (weight / scales).round().clamp(-half, half - 1).to(torch.int8), scales
 
 
 def packed_linear(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
@@ -184,8 +206,49 @@ def linear_by(multiply: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> C
 
 
 def small_floats() -> list[float]:
-    """The numbers from 1/32 to 1.75, of both signs, of a floating-point format with 2 bits of mantissa."""
-    return [sign * 2.0**power * (1 + part / 4) for sign in (-1, 1) for power in range(-5, 1) for part in range(4)]
+    """0, and the numbers from 1/512 to 1.75, of both signs, of a floating-point format with 2 bits of mantissa."""
+    sizes = [2.0**power * (1 + part / 4) for power in range(-9, 1) for part in range(4)]
+    return [*(-size for size in sizes), 0.0, *sizes]
+
+
+def clipping_error(matrix: Tensor, bits: int, share: float) -> float:
+    """The squared error of a matrix whose levels reach only to a share of each row's largest weight.
+
+    As a multiple of the error without clipping (share 1).
+    """
+    top = 2 ** (bits - 1) - 1
+    largest = matrix.abs().amax(1, keepdim=True)
+
+    def error(reach: float) -> Tensor:
+        scales = reach * largest / top
+        return ((matrix / scales).round().clamp(-top, top) * scales - matrix).square().sum()
+
+    return (error(share) / error(1.0)).item()
+
+
+def zero_points_gain(model: Model, group_size: int) -> tuple[float, float]:
+    """What zero points change in the layers' matrices, all of which have 16 levels in each group.
+
+    Returns the mean of (step with zero points / symmetric step), and the symmetric squared error / that with zero
+    points. Steps are the distances between levels.
+    """
+    symmetric = zeros = 0.0
+    steps = []
+    for address, weight in model.addressed().items():
+        if address.startswith("layers."):
+            grouped = weight.dequantize().unflatten(1, (-1, group_size))
+            both = [scales_and_error(grouped, Int4(group_size, kind)) for kind in (True, False)]
+            steps.append((both[1][0] / both[0][0]).flatten())
+            symmetric, zeros = symmetric + both[0][1], zeros + both[1][1]
+    return torch.cat(steps).mean().item(), symmetric / zeros
+
+
+def scales_and_error(grouped: Tensor, format: Int4) -> tuple[Tensor, float]:
+    """grouped [rows, groups, size] -> scales [rows, groups], and the sum of the squared errors of rounding."""
+    scales, zeros = int4.scales_of(grouped, format)
+    codes = int4.round_to_int4(grouped, scales, zeros).to(grouped.dtype)
+    offset = torch.zeros_like(scales) if zeros is None else zeros.to(grouped.dtype)
+    return scales, ((codes - offset[..., None]) * scales[..., None] - grouped).square().sum().item()
 
 
 # ---- how good it is
@@ -193,41 +256,92 @@ def small_floats() -> list[float]:
 
 @dataclass(frozen=True)
 class Found:
-    """How good a model is on a text, compared with the model before.
+    """How good a model is on rows of text, compared with the model before.
 
     perplexity   of the text
-    divergence   mean over all positions of KL(before || now), in nats
+    rows         [rows] mean over each row's positions of KL(before || now), in nats
     agreement    share of positions with the same most likely token
     """
 
     perplexity: float
-    divergence: float
+    rows: Tensor
     agreement: float
+
+    @property
+    def divergence(self) -> float:
+        """The mean over all rows."""
+        return self.rows.mean().item()
+
+    @property
+    def error(self) -> float:
+        """The standard error of that mean."""
+        return standard_error(self.rows)
+
+    def over(self, other: "Found") -> tuple[float, float]:
+        """The ratio of this divergence to the other's, and its standard error.
+
+        Rows are compared in pairs: one that is hard for one format is hard for the other. The standard error of a ratio
+        of means is that of the mean of `own - ratio * other`, divided by the other mean (the delta method).
+        """
+        ratio = self.divergence / other.divergence
+        return ratio, standard_error(self.rows - ratio * other.rows) / other.divergence
+
+
+def standard_error(values: Tensor) -> float:
+    """Of the mean of values [n]."""
+    return (values.std() / len(values) ** 0.5).item()
 
 
 def report(rows: Mapping[str, Found]) -> None:
     """Print a table: a line for each measurement."""
     wide = max(24, *map(len, rows))
-    print(f"{'':{wide}} perplexity     KL, nats  same top")
+    print(f"{'':{wide}} perplexity           KL, nats  same top")
     for name, each in rows.items():
-        print(f"{name:{wide}} {each.perplexity:10.3f} {each.divergence:12.6f} {each.agreement:9.1%}")
+        divergence = f"{each.divergence:.5f} ± {each.error:.5f}"
+        print(f"{name:{wide}} {each.perplexity:10.3f} {divergence:>18} {each.agreement:9.1%}")
 
 
 class Quality:
-    """Measure a model on stretches of the held-out text, always against the model at the time this object is made."""
+    """Measure the embedded model on stretches of the held-out text, against what it was when this object was made.
 
-    def __init__(self, llm: LLM, rows: int = 6, length: int = 256):
+    The engine's weights are read as they are, in float64 in the lesson, and the text is read in float32, which is
+    faster: float32 changes the KL divergence by far less than the last digit of a report.
+    """
+
+    def __init__(self, llm: LLM, rows: int = 24, length: int = 256):
         tokenizer, self.model = llm.tokenizer, llm.engine.model
         assert tokenizer is not None
         ids = tokenizer.encode(load_text(), add_special_tokens=False)
         starts = torch.linspace(0, len(ids) - length, rows).long().tolist()
         stretches = [[*tokenizer.prefix, *ids[start:]][:length] for start in starts]
-        self.text = HeldOut(self.model, torch.tensor(stretches))
+        self.single = load_model(dtype="float32", device="cpu")
+        self.parts = [HeldOut(self._in_float32(), part) for part in torch.tensor(stretches).split(STEP_ROWS)]
 
     def measure(self) -> Found:
-        now = self.text.predictions(self.model)
-        divergence, agreement = (each[:, :-1].double().mean().item() for each in (now.divergence, now.same_top))
-        return Found(now.perplexity, max(0.0, divergence), agreement)
+        """How good the engine's model is now."""
+        now = self._in_float32()
+        found = [part.predictions(now) for part in self.parts]
+        divergence = torch.cat([each.divergence for each in found])[:, :-1].mean(1).clamp(min=0)
+        nats = sum(math.log(each.perplexity) * len(each.same_top) for each in found) / len(divergence)
+        agreement = torch.cat([each.same_top for each in found])[:, :-1].double().mean().item()
+        return Found(math.exp(nats), divergence, agreement)
+
+    def _in_float32(self) -> Model:
+        """The engine's model as it is now."""
+        for to, layer in zip(self.single.layers, self.model.layers, strict=True):
+            to.attention_norm, to.mlp_norm = layer.attention_norm, layer.mlp_norm
+            for name in PROJECTIONS:
+                setattr(to, name, _dense(getattr(layer, name)))
+        self.single.head = self.single.embedding = _dense(self.model.head)
+        return self.single
+
+
+def _dense(weight: Weight) -> Weight:
+    """A weight's values in float32."""
+    out, inputs = weight.shape
+    found = Dense().empty(out, inputs, False, dtype=torch.float32, device=torch.device("cpu"))
+    found.fill(range(out), Codes(weight.dequantize(), torch.ones(out, 1)))
+    return found
 
 
 class _Largest(TorchDispatchMode):

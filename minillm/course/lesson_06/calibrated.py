@@ -312,10 +312,11 @@ class Distance:
     def removed(self, base: "Distance") -> tuple[float, float]:
         """% of the base's divergence that is gone, and the standard error of that.
 
-        Rows are compared in pairs: what makes a row of text hard for one model makes it hard for the other.
+        Rows are compared in pairs: what makes a row of text hard for one model makes it hard for the other. So the
+        standard error is that of a ratio of means (the delta method): 0 if each row keeps the same share.
         """
-        scale = 100 / base.mean
-        return scale * (base.rows - self.rows).mean().item(), scale * _standard_error(base.rows - self.rows)
+        kept = self.mean / base.mean
+        return 100 * (1 - kept), 100 * _standard_error(self.rows - kept * base.rows) / base.mean
 
 
 def _standard_error(values: Tensor) -> float:

@@ -77,6 +77,18 @@ def columns(done: int, count: int, rows: int = 4) -> None:
     axis.axis("off")
 
 
+def removed_by_rows(shares: Mapping[int, tuple[float, float]]) -> None:
+    """The share of KL divergence that is removed, in %, and its standard error, by rows of calibration text."""
+    _, axis = plt.subplots(figsize=(8, 2.8), layout="constrained")
+    values, errors = zip(*shares.values(), strict=True)
+    axis.errorbar(list(shares), values, errors, fmt="o-", color=COLORS[0], capsize=3)
+    axis.axhline(0, color=INK, linewidth=0.8, linestyle=":")
+    axis.set(xscale="log", xlabel="rows of calibration text, 256 tokens each", ylabel="% of the KL removed")
+    axis.set_xticks(list(shares), [str(rows) for rows in shares])
+    axis.minorticks_off()
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def bars(groups: Mapping[str, Mapping[str, float]], targets: Sequence[float | None] = ()) -> None:
     """A panel for each group -> {method: KL divergence}; targets: a line in each panel."""
     height = 1.0 + 0.32 * max(len(values) for values in groups.values())

@@ -1,4 +1,4 @@
-"""How much faster quantized weights made the engine, from the committed record of an H200.  Lessons 05 and 07."""
+"""How much faster quantized weights made the engine, from the committed record of an H200.  Lessons 05 to 07."""
 
 from collections.abc import Iterable
 
@@ -14,8 +14,20 @@ def report(methods: Iterable[str]) -> None:
     """
     results = records.read(RECORD)["results"]
     loads = {row["workload"]: row["requests"] for row in results}
-    print("requests at once".ljust(22), "".join(f"{count:>8,}" for count in loads.values()))
+    methods = list(methods)
+    wide = max(22, *map(len, methods))
+    print("requests at once".ljust(wide), "".join(f"{count:>8,}" for count in loads.values()))
     for method in methods:
         rows = [row for row in results if (row["quantization"], row["kv_cache_dtype"]) == (method, "bfloat16")]
         gains = {row["workload"]: row["times_bf16"] for row in rows}
-        print(method.ljust(22), "".join(f"{gains[load]:8.2f}" for load in loads))
+        print(method.ljust(wide), "".join(f"{gains[load]:8.2f}" for load in loads))
+
+
+def milliseconds(method: str, requests: int) -> float:
+    """The time per token of each of so many requests at once, from 1 to 64, in the same record."""
+    rates = [
+        row["output_tokens_per_s"]
+        for row in records.read(RECORD)["results"]
+        if (row["quantization"], row["kv_cache_dtype"], row["requests"]) == (method, "bfloat16", requests)
+    ]
+    return 1e3 * requests * len(rates) / sum(rates)  # bfloat16 was measured twice

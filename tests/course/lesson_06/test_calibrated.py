@@ -43,7 +43,8 @@ def test_what_is_removed_is_compared_row_by_row():
     base = calibrated.Distance(torch.tensor([1.0, 3.0, 8.0]).double(), 2.0)
     half = calibrated.Distance(base.rows / 2, 2.0)
     less = calibrated.Distance(base.rows - 2, 2.0)
-    assert half.removed(base)[0] == pytest.approx(50) and less.removed(base) == pytest.approx((50, 0))
+    assert half.removed(base) == pytest.approx((50, 0)) and less.removed(base)[0] == pytest.approx(50)
+    assert less.removed(base)[1] == pytest.approx(100 * torch.tensor([-1.5, -0.5, 2.0]).std() / 3**0.5 / 4)
     assert base.error == pytest.approx(base.rows.std().item() / 3**0.5)
 
 

@@ -56,7 +56,7 @@ def test_weights_with_planted_outliers_compute_the_same_until_they_are_rounded()
                 assert quality.measure().divergence > 2 * rounded.divergence > 0
         assert all(one.equal(other) for one, other in zip(before, model.tensors(), strict=True))
     for each in found:
-        assert each.divergence < 1e-9 and each.agreement == 1
+        assert each.divergence < 1e-6 and each.agreement == 1
         assert each.perplexity == pytest.approx(found[0].perplexity, rel=1e-6)
     for one, other in zip(plain, planted, strict=True):
         larger = other.abs().sum(0) / one.abs().sum(0)
