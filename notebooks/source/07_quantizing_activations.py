@@ -6,7 +6,7 @@
 # round to FP8 bit by bit; and say when W8A8, FP8 or W4A8 is the right choice. Everything that you write runs inside the
 # engine.
 #
-# **92 minutes.** **Needs:** a CPU, and lessons 05 (codes, scales, KL divergence) and 06 (folding scales into the
+# **101 minutes.** **Needs:** a CPU, and lessons 05 (codes, scales, KL divergence) and 06 (folding scales into the
 # operation before). All models here are `tiny-gemma`; speeds of a GPU come from a committed record.
 
 # %%
@@ -21,9 +21,9 @@ from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
 from minillm.course.lesson_07 import eight_bits
 from minillm.course.lesson_07 import pictures as draw
 from minillm.course.shared import gains
+from minillm.course.shared.held_out import mean, ratio
 from minillm.course.shared.shapes import SHAPES
 from minillm.quantization import Activations, Fp8, Int4, Int8
-from minillm.quantization.methods.hadamard import transform
 
 held_out = eight_bits.HeldOut()  # text to measure on
 plain = eight_bits.dense()  # tiny-gemma
@@ -65,8 +65,8 @@ print("rows    bfloat16      FP8")
 for rows in (16, 64, 256, 1024, 3072):
     print(f"{rows:5,}  {products['bf16', rows]:6.2f} ms  {products['fp8', rows]:5.2f} ms")
 for rows, guess in ((16, guess_few), (1024, guess_many)):
-    times = products["bf16", rows] / products["fp8", rows]
-    compare(f"{rows:,} rows", unit="times faster", prediction=guess, measured=times)
+    gain = products["bf16", rows] / products["fp8", rows]
+    compare(f"{rows:,} rows", unit="times faster", prediction=guess, measured=gain)
 
 # %% [markdown]
 # These are the products alone. Everything between two products takes as long as before, and quantizing the activations
@@ -75,7 +75,7 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 # Weights are rounded once, before the model is served. Activations are different for every token, so they are rounded
 # in every step, while the request waits.
 #
-# ## 2 · A product of eight-bit numbers · 22 min
+# ## 2 · A product of eight-bit numbers · 26 min
 #
 # ### Which scales are allowed?
 #
@@ -85,8 +85,10 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 #
 # $$y_{to} = \sum_i x_{ti}\, w_{oi} \;\approx\; \sum_i (a_t\, p_{ti})(s_o\, q_{oi}) = a_t\, s_o \sum_i p_{ti}\, q_{oi}$$
 #
-# So a token may have its own scale $a_t$, and an output channel its own $s_o$. **An input channel cannot have one**:
-# it would stay inside the sum. Keep this in mind. It is the reason for sections 4 and 5.
+# So a token may have its own scale $a_t$, and an output channel its own $s_o$. **A single input channel cannot have
+# one**: it would stay inside the sum. This is the reason for sections 4 and 5. (A *group* of input channels can: the
+# product then has a sum of integers for each group, and each is scaled before they are added, as with lesson 05's
+# groups. Section 6 returns to this.)
 #
 # A **dynamic** scale is computed from the token at hand. The largest magnitude is set to 127.5 codes:
 #
@@ -156,8 +158,6 @@ with (
 print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear']}")
 
 # %% [markdown]
-# (12 steps of 6 layers with 4 products are 288 calls, if the function is yours. The output head is not quantized here.)
-#
 # The engine's own version. Look for where it takes the maximum, and where it does not. Its `linear` on a CPU, which has
 # no eight-bit tensor cores, multiplies the rounded numbers instead of the codes. The results are the same but for
 # float32 rounding, which may flip a code in a later layer. So the numbers below change a little once yours runs.
@@ -175,7 +175,8 @@ print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear
 #
 # **Predict first.** The measure is lesson 05's KL divergence from the unquantized model, 0 if both predict the same.
 # How many times larger is it with dynamic int8 activations than with 16-bit activations (W8A16)? And how many times
-# larger with a static scale for each product than with dynamic scales?
+# larger with a static scale for each product than with dynamic scales? (After ± is the standard error over the rows of
+# text; for a ratio, rows are compared in pairs. See lesson 06.)
 
 # %% tags=["exercise"]
 guess_dynamic = 3  # PREDICT: KL divergence W8A8 dynamic / W8A16
@@ -183,14 +184,21 @@ guess_static = 2  # PREDICT: KL divergence W8A8 static / W8A8 dynamic
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 largest = eight_bits.largest_inputs(plain)  # on calibration text: {address: [in]}
-divergence = {}
+divergence = {}  # of each row of text
 
 
 def measure(name, model):
     """Print and keep the KL divergence of a model, in millinats (1/1000 nat) per token."""
     with using(linear=my_linear):
-        divergence[name] = 1000 * held_out.divergence(model)
-    print(f"{name:32} KL {divergence[name]:9.3f} millinats")
+        divergence[name] = held_out.predictions(model).millinats
+    print("{:32} KL {:9.3f} ± {:.3f} millinats".format(name, *mean(divergence[name])))
+
+
+def times(one, other):
+    """The KL divergence of one / other, printed with its standard error."""
+    found, error = ratio(divergence[one], divergence[other])
+    print(f"{one} / {other}: {found:.3g} ± {error:.1g}")
+    return found
 
 
 measure("W8A16", eight_bits.quantized(plain, Int8()))
@@ -200,8 +208,7 @@ for name, base, guess in (
     ("W8A8 dynamic", "W8A16", guess_dynamic),
     ("W8A8 static", "W8A8 dynamic", guess_static),
 ):
-    ratio = divergence[name] / divergence[base]
-    compare(f"{name} / {base}", unit="times", prediction=guess, measured=ratio)
+    compare(f"{name} / {base}", unit="times", prediction=guess, measured=times(name, base))
 
 # %% [markdown]
 # Quantizing activations costs far more quality than quantizing weights, and static scales far more than dynamic ones.
@@ -228,9 +235,10 @@ Inputs of down are mostly below 10, but the first token, bos, has one of 80.""")
 # ## 3 · Outlier channels · 5 min
 #
 # Dynamic scales protect tokens from each other. But within a token, all channels share one scale. Large models have a
-# second kind of outlier: a few **channels** that are tens of times larger than the others, in most tokens.
-# Dettmers et al. (2022) found that in models from 6.7 billion parameters on, all layers have them, and that eight-bit
-# activations lose their accuracy there.
+# second kind of outlier: a few **channels** that are up to 20 times larger than the others, in most tokens. Dettmers et
+# al. (2022) found that in models from 6.7 billion parameters on, all layers have them, and that eight-bit activations
+# lose their accuracy there. Their LLM.int8() multiplies the channels that reach 6 separately, in 16 bits, and the
+# others in int8. That keeps the accuracy, at the price of two products and of sorting out channels in every step.
 #
 # `tiny-gemma` has none that large, so the engine plants some. `plant_outliers` picks one channel in 64 of each
 # product's inputs, makes it 32 times larger where it is computed, and divides the weights that read it by 32. Both are
@@ -269,11 +277,11 @@ broken = eight_bits.quantized(outliers, static, largest_outliers)
 measure("outliers: W8A8 static", broken)
 with using(linear=my_linear), eight_bits.running(llm, broken):
     print(prompt + llm.generate(prompt, greedy)[0].text)
-ratio = divergence["outliers: W8A8 dynamic"] / divergence["W8A8 dynamic"]
-compare("with outliers / without", unit="times", prediction=guess_outliers, measured=ratio)
+found = times("outliers: W8A8 dynamic", "W8A8 dynamic")
+compare("with outliers / without", unit="times", prediction=guess_outliers, measured=found)
 
 # %% [markdown]
-# A scale for each input channel would solve this, but section 2 has ruled it out. The next two sections move the
+# A scale for each input channel would solve this, but section 2 has ruled that out. The next two sections move the
 # outliers elsewhere. Section 6 tries another number format.
 #
 # ## 4 · SmoothQuant: move the outliers into the weights · 13 min
@@ -293,9 +301,9 @@ compare("with outliers / without", unit="times", prediction=guess_outliers, meas
 #
 # $$s_i = \frac{(\max_t |x_{ti}|)^{\alpha}}{(\max_o |w_{oi}|)^{1 - \alpha}}$$
 #
-# By hand: channel 0 of the activations reaches 64, and its weights reach 1; channel 1 reaches 4, and its weights 1.
-# With $\alpha = 0.5$, $s = (\sqrt{64} / 1, \sqrt{4} / 1) = (8, 2)$. Then the activations reach 8 and 2, and the weights
-# 8 and 2: the ratio of 16 between the two channels has become 4 on both sides.
+# By hand: channel 0 of the activations reaches 256, and its weights reach 1; channel 1 reaches 16, and its weights 1.
+# With $\alpha = 0.75$, $s = (256^{0.75}, 16^{0.75}) = (64, 8)$. Then the activations reach 4 and 2, and the weights
+# 64 and 8: of the ratio of 16 between the two channels, the activations keep 2 and the weights get 8.
 #
 # **Exercise 2 (6 minutes).** Write the scales. Calibration has recorded `largest`, the largest magnitude of each
 # channel. A channel that never occurs (`largest` is 0) or is never read (all its weights are 0) keeps scale 1.
@@ -343,7 +351,10 @@ for strength in (0, 0.25, 0.5, 0.75, 1):
     measure(
         f"smoothed, strength {strength}", eight_bits.quantized(smoothed[strength], dynamic)
     )
-points = {strength: divergence[f"smoothed, strength {strength}"] for strength in smoothed}
+points = {
+    strength: divergence[f"smoothed, strength {strength}"].mean().item()
+    for strength in smoothed
+}
 best = min(points, key=points.get)
 compare("best strength", unit="%", prediction=guess_strength, measured=100 * best)
 
@@ -351,8 +362,8 @@ compare("best strength", unit="%", prediction=guess_strength, measured=100 * bes
 draw.strengths(
     {"with outliers, smoothed": points},
     {
-        "with outliers, not smoothed": divergence["outliers: W8A8 dynamic"],
-        "tiny-gemma, without outliers": divergence["W8A8 dynamic"],
+        "with outliers, not smoothed": divergence["outliers: W8A8 dynamic"].mean().item(),
+        "tiny-gemma, without outliers": divergence["W8A8 dynamic"].mean().item(),
     },
 )
 describe("""KL divergence by SmoothQuant's strength: a curve that is lowest in the middle, near 0.5, about as low as the
@@ -364,14 +375,8 @@ model without outliers, and two to four times higher at 0 and 1. All of it is fa
 # them, because the weights that read them are 32 times smaller. In real models, the weights of an outlier channel may
 # look like all others.
 #
-# The engine does not use one strength for all. It searches for the best one for each product, on samples of its inputs
-# (not on KL divergence, which would need a run of the model for each try). `allowed` returns the nearest scales that
-# can be folded, and strength `None` stands for no smoothing:
-
-# %%
-# ENGINE: minillm.quantization.methods.smoothquant:search_scales
-
-# %% [markdown]
+# The engine searches for the best strength of each product, on samples of its inputs.
+#
 # ## 5 · Rotation: spread the outliers over all channels · 21 min
 #
 # The second way needs no calibration. Take two channels, one of them an outlier: `8, 0`. Replace them by their sum and
@@ -458,40 +463,53 @@ check(hadamard)
 #
 # Gemma's table, which is embedding and head at once, adds two online rotations: the stream is rotated after the
 # embedding, and back before the final norm. The engine's `rotate` does all this, with random signs before $H$, so that
-# no regular pattern of outliers adds up. What is left to do online is the operation `hadamard`, which `using` replaces
-# by yours. (`down` has 768 = 3 x 256 inputs, which is not a power of 2. For such sizes there are other Hadamard
-# matrices, by Paley, 1933; `hadamard_by` passes only powers of 2 to you.)
+# no regular pattern of outliers adds up. The online part is the operation `hadamard`, which `using` replaces by yours.
+# (`down` has 768 = 3 x 256 inputs, which is not a power of 2. There are other Hadamard matrices for such sizes;
+# `hadamard_by` passes only powers of 2 to you.)
 #
-# **Predict first.** With outliers, dynamic W8A8 was far from the original. How many times smaller does the KL
-# divergence become if stream and values are rotated? And with the inputs of `down` too?
+# `tiny-gemma` as it is has an outlier too, `<bos>` in the inputs of `down`, and nobody planted that one.
+#
+# **Predict first.** How many times smaller does rotation make the KL divergence of W8A8, on `tiny-gemma` as it is, with
+# dynamic and with static scales? And with planted outliers and dynamic scales?
 
 # %% tags=["exercise"]
-guess_folded = 10  # PREDICT: times smaller, stream and values rotated
-guess_all = 12  # PREDICT: times smaller, the inputs of down too
+guess_dynamic_rotated = 1.5  # PREDICT: times smaller, tiny-gemma, dynamic scales
+guess_static_rotated = 10  # PREDICT: times smaller, tiny-gemma, static scales
+guess_all = 12  # PREDICT: times smaller, with planted outliers, dynamic scales
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
-folded, rotated = (eight_bits.rotated(outliers, down=down) for down in (False, True))
-with using(hadamard=eight_bits.hadamard_by(hadamard)) as used:
-    print(
-        f"rotated, not quantized           KL {1000 * held_out.divergence(rotated):9.3f} millinats"
-    )
+folded, rotated = (eight_bits.rotated(plain, down=down) for down in (False, True))
+rotated_outliers = eight_bits.rotated(outliers)
+my_hadamard = eight_bits.hadamard_by(hadamard)
+with using(hadamard=my_hadamard) as used:
+    print(f"not quantized: KL {1000 * held_out.divergence(rotated):.3f} millinats")
     calls = used.calls["hadamard"]
     measure("rotated: W8A8 dynamic", eight_bits.quantized(rotated, dynamic))
     measure("without down: W8A8 dynamic", eight_bits.quantized(folded, dynamic))
     largest_rotated = eight_bits.largest_inputs(rotated)
     measure("rotated: W8A8 static", eight_bits.quantized(rotated, static, largest_rotated))
-print(f"hadamard is {whose(hadamard)}; operations replaced in one run: {calls}")
-before = divergence["outliers: W8A8 dynamic"]
-for name, guess in (("without down", guess_folded), ("rotated", guess_all)):
-    ratio = before / divergence[f"{name}: W8A8 dynamic"]
-    compare(name, unit="times smaller", prediction=guess, measured=ratio)
+    measure("outliers, rotated: W8A8 dynamic", eight_bits.quantized(rotated_outliers, dynamic))
+    largest_rotated = eight_bits.largest_inputs(rotated_outliers)
+    both = eight_bits.quantized(rotated_outliers, static, largest_rotated)
+    measure("outliers, rotated: W8A8 static", both)
+print(f"hadamard is {whose(hadamard)}; operations replaced: {calls}")
+for before, after, guess in (
+    ("W8A8 dynamic", "rotated: W8A8 dynamic", guess_dynamic_rotated),
+    ("W8A8 static", "rotated: W8A8 static", guess_static_rotated),
+    ("outliers: W8A8 dynamic", "outliers, rotated: W8A8 dynamic", guess_all),
+):
+    compare(after, unit="times smaller", prediction=guess, measured=times(before, after))
 
 # %% [markdown]
-# (Once `hadamard` is solved, 8 operations are replaced: two for the stream, where your function is called, and one in
-# each layer, where `hadamard_by` leaves the 768 channels to the engine.)
+# For `tiny-gemma` as it is, all of the gain with dynamic scales comes from the inputs of `down`: without their
+# rotation, the loss is the same as before, within the error. With static scales it comes close to that of dynamic ones
+# before.
 #
-# Look at the static row, too. In section 3, static W8A8 had destroyed the model. Rotated, it is usable, without any
-# smoothing. The inputs of the first `down` show why: no channel is near 80 anymore.
+# (The text takes two passes. Once `hadamard` is solved, each replaces 8 operations: two for the stream, where your
+# function is called, and one in each layer, where `hadamard_by` leaves the 768 channels to the engine.)
+#
+# With outliers, static W8A8 had destroyed the model in section 3. Rotated, it is usable, without any smoothing. The
+# inputs of the first `down` show why: no channel is near 80 anymore.
 
 # %%
 address = "layers.0.down"
@@ -505,20 +523,11 @@ first layer. tiny-gemma's line begins near 80 and falls steeply; with outliers i
 it is almost flat.""")
 
 # %% [markdown]
-# The engine's operation works in a third way. $H$ is the *Kronecker product* of two smaller matrices, `left` and
-# `right`: each entry of `left` is replaced by that entry times all of `right`. (Sylvester's $H_{2n}$ comes from $H_2$
-# and $H_n$ in this way.) So two small products are enough, with each token written as a grid:
-
-# %%
-# ENGINE: minillm.quantization.methods.hadamard:transform
-
-# %% [markdown]
-# ## 6 · FP8, bit by bit · 17 min
+# ## 6 · FP8, bit by bit · 20 min
 #
 # Integers have the same step everywhere. That is why an outlier hurts: it makes *all* steps large. Floating-point
 # numbers are denser near 0. **e4m3** is such a format of eight bits: a sign, 4 bits of exponent, 3 bits of mantissa
-# (Micikevicius et al. 2022). The same paper has e5m2, with a larger range and even fewer bits of mantissa, for
-# gradients.
+# (Micikevicius et al. 2022).
 #
 # Read a byte with sign $s$, exponent bits $E$ (0 to 15) and mantissa bits $M$ (0 to 7):
 #
@@ -586,9 +595,6 @@ logarithmic axes. For int8 it is 0.4% at the top and about doubles with each hal
 1/255. For FP8 it stays at 4 to 6% down to about a 30-thousandth of the largest, and rises only below.""")
 
 # %% [markdown]
-# The two lines cross between an 8th and a 16th of the largest: larger numbers are more precise in int8,
-# smaller ones in FP8.
-#
 # **Predict first.** KL divergence of FP8 (weights and activations, dynamic scales), divided by that of W8A8 in int8: on
 # `tiny-gemma`, and on the model with outliers? Below 1 means that FP8 is better.
 
@@ -604,8 +610,8 @@ measure("FP8 static", eight_bits.quantized(plain, fp8_static, largest))
 measure("outliers: FP8 dynamic", eight_bits.quantized(outliers, fp8))
 measure("outliers: FP8 static", eight_bits.quantized(outliers, fp8_static, largest_outliers))
 for name, guess in (("", guess_plain), ("outliers: ", guess_with)):
-    ratio = divergence[f"{name}FP8 dynamic"] / divergence[f"{name}W8A8 dynamic"]
-    compare(f"{name}FP8 / int8", unit="times", prediction=guess, measured=ratio)
+    found = times(f"{name}FP8 dynamic", f"{name}W8A8 dynamic")
+    compare(f"{name}FP8 / int8", unit="times", prediction=guess, measured=found)
 
 # %% [markdown]
 # Without outliers, FP8 is worse: three bits of mantissa are not many. With outliers, FP8 does not even notice them. A
@@ -620,10 +626,10 @@ for name, guess in (("", guess_plain), ("outliers: ", guess_with)):
 guess_both = 0.7  # PREDICT: KL divergence of FP8 with outliers, rotated / not rotated
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
-with using(hadamard=eight_bits.hadamard_by(hadamard)):
-    measure("rotated: FP8 dynamic", eight_bits.quantized(rotated, fp8))
-ratio = divergence["rotated: FP8 dynamic"] / divergence["outliers: FP8 dynamic"]
-compare("rotated / not rotated", unit="times", prediction=guess_both, measured=ratio)
+with using(hadamard=my_hadamard):
+    measure("outliers, rotated: FP8 dynamic", eight_bits.quantized(rotated_outliers, fp8))
+found = times("outliers, rotated: FP8 dynamic", "outliers: FP8 dynamic")
+compare("rotated / not rotated", unit="times", prediction=guess_both, measured=found)
 
 # %% [markdown]
 # Rotation made it *worse*. Before, the large errors of FP8 were where the large numbers are, in the outlier channels,
@@ -632,7 +638,31 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=r
 # evenly spaced grid needs channels of equal size; a floating-point grid does not. (In other models, the weights of
 # outlier channels may not be small. Measure.)
 #
-# ## 7 · W4A8, and what to choose · 8 min
+# ### Larger and smaller scales
+#
+# Published FP8 models differ in what shares a scale:
+#
+# | weights | activations | where |
+# |---|---|---|
+# | the whole matrix | the whole tensor, static or dynamic | *per-tensor FP8*, the simplest and common |
+# | an output channel | a token | this engine's `fp8` |
+# | a block of 128 x 128 | 128 channels of a token | DeepSeek-V3 |
+# | 32 inputs of an output | 32 channels of a token | MXFP8; scales are powers of two |
+#
+# One scale for a tensor is cheap because FP8 forgives a scale that is too large, as the static rows show. The last two
+# have scales for *groups of input channels*: section 2's partial sums. DeepSeek's kernels scale each partial sum of 128
+# inputs before they add it; for MXFP8 the tensor cores do it themselves, as for FP4 in lesson 08. An outlier then
+# spoils only its own group.
+#
+# What a GPU's tensor cores multiply decides what is worth storing:
+#
+# | GPUs | int8 | FP8 | FP4, MXFP8 |
+# |---|---|---|---|
+# | Ampere (A100, RTX 30) | yes | no | no |
+# | Ada, Hopper (L4, RTX 40, H100, H200) | yes | yes | no |
+# | Blackwell (B200, RTX 50) | yes | yes | yes |
+#
+# ## 7 · W4A8, and what to choose · 10 min
 #
 # Small batches need few bytes: int4 weights. Large batches need fast arithmetic: factors of eight bits. **W4A8** has
 # both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
@@ -656,15 +686,16 @@ for name, (model, _) in models.items():
     print(f"{name:14} layers of {eight_bits.bytes_of(model) / 1e6:5.2f} MB")
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
-print(f"{'format':14} {'KL, millinats':>14}  {'with outliers':>14}")
+print(f"{'format':14} {'KL, millinats':>16}  {'with outliers':>16}")
 for name, pair in models.items():
     with using(linear=my_linear):
-        cells = "".join(f"{1000 * held_out.divergence(model):14.2f}  " for model in pair)
-    print(f"{name:14} {cells}")
+        rows = [held_out.predictions(model).millinats for model in pair]
+    cells = ["{:.2f} ± {:.2f}".format(*mean(each)) for each in rows]
+    print(f"{name:14} {cells[0]:>16}  {cells[1]:>16}")
 llm.close()
 
 # %% [markdown]
-# Four-bit weights cause most of W4A8's loss. The eight bits of the activations add little to it.
+# Four-bit weights cause most of W4A8's loss. What the eight bits of the activations add is of the order of the errors.
 #
 # What could W4A8 gain? Compute floors for Gemma 2B, as in lesson 05: a step takes at least the time to read all weights
 # at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's products of 2,048 rows.
@@ -696,8 +727,9 @@ then W4A16 joins bfloat16, and W4A8 joins FP8, which is half as high. Measured p
 floors for few rows, and close to them for many.""")
 
 # %% [markdown]
-# No other floor is below that of W4A8. But floors count neither the conversion from int4 nor the quantization of
-# activations. Measured on that H200, with this engine: tokens per second, divided by bfloat16's in the same run.
+# The floor of W4A8 is the lowest at every number of rows. But floors count neither the conversion from int4 nor the
+# quantization of activations. Measured on that H200, with this engine: tokens per second, divided by bfloat16's in the
+# same run.
 
 # %%
 FORMATS = [
@@ -711,12 +743,12 @@ gains.report(FORMATS)
 
 # %% [markdown]
 # With 3,000 requests, products of eight bits are faster and weight-only int4 hardly is; with one, int4 is fastest. FP8
-# is faster than bfloat16 in every column: it reads half the bytes and multiplies twice as fast. With few requests that
-# takes kernels of its own, since the library's product with a scale for each row is slow for few rows; one request has
-# a fused step (lesson 11). With the output head in FP8 too, every step reads half a gigabyte less.
+# is faster than bfloat16 in every column: it reads half the bytes and multiplies twice as fast. Heads differ too: 16
+# bits unless the name says otherwise. With the output head in FP8 too, every step reads half a gigabyte less.
 #
-# For W4A8 the engine has no kernel: it rounds the inputs to FP8, converts them back, and multiplies in 16 bits. In
-# short:
+# For W4A8 the engine has no kernel: it rounds the inputs to FP8, converts them back, and multiplies in 16 bits.
+#
+# ### What to choose
 #
 # | your case | try first | because |
 # |---|---|---|
@@ -730,7 +762,8 @@ gains.report(FORMATS)
 #
 # ## Recap · 2 min
 #
-# * A product of codes allows a scale for each token and each output channel, not for each input channel.
+# * A product of codes allows a scale for each token and each output channel, not for each input channel; with partial
+#   sums, also for groups of input channels.
 # * A dynamic scale belongs to one token, and takes a pass over it. A static scale comes from calibration, takes no
 #   time, and must cover the largest token.
 # * An outlier **token** hurts static scales; an outlier **channel** hurts dynamic ones too.

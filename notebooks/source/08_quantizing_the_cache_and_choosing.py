@@ -2,12 +2,13 @@
 # # 08 · Quantizing the cache, and choosing
 #
 # After this lesson you can say when keys and values outweigh the weights; store them in eight bits with a scale for
-# each token and head, and multiply by the codes directly; round weights to FP4 in blocks, as NVFP4 and MXFP4 do; train
-# a model for its own rounding; and choose a precision for a model, a GPU and its traffic, with reasons. Everything that
-# you write runs inside the engine or on its records.
+# each token and head, and multiply by the codes directly; and choose a precision for a model, a GPU and its traffic,
+# with reasons. Two optional sections add FP4 weights in blocks, as in NVFP4 and MXFP4, and training a model for its own
+# rounding. Everything that you write runs inside the engine or on its records.
 #
-# **90 minutes.** **Needs:** a CPU, and lessons 02 (attention and the cache), 05 (codes, scales, groups) and 07 (int8
-# and FP8). All models that run here are `tiny-gemma`; speeds of a GPU come from committed records.
+# **75 minutes**, and 34 for the two optional sections. **Needs:** a CPU, and lessons 02 (attention and the cache), 05
+# (codes, scales, groups) and 07 (int8 and FP8). All models that run here are `tiny-gemma`; speeds of a GPU come from
+# committed records.
 
 # %%
 import torch
@@ -25,7 +26,7 @@ from minillm.course.shared.shapes import SHAPES
 from minillm.quantization import Int4
 
 plain = small_caches.model_with()  # tiny-gemma in float32
-text = held_out.HeldOut(plain, held_out.held_out_text(rows=6))
+text = held_out.HeldOut(plain, held_out.held_out_text(rows=24))
 
 
 def whose(part):
@@ -33,16 +34,26 @@ def whose(part):
 
 
 def show(name, found):
-    millinats = 1000 * found.divergence.mean().item()
-    print(f"{name:30} KL {millinats:9.3f} millinats   perplexity {found.perplexity:.4f}")
-    return millinats
+    mean, error = held_out.mean(found.millinats)
+    print(
+        f"{name:33} KL {mean:8.3f} ± {error:.3f} millinats   perplexity {found.perplexity:.4f}"
+    )
+    return found.millinats
+
+
+def times(name, rows, base):
+    """The KL divergence of rows / base, printed with its standard error."""
+    found, error = held_out.ratio(rows, base)
+    print(f"{name}: {found:.2f} ± {error:.2f} times")
+    return found
 
 
 print(f"{text.ids.shape[0]} rows of {text.ids.shape[1]} tokens to measure on")
 
 # %% [markdown]
 # As in lesson 07, the measure is the KL divergence from the unquantized model's predictions, in millinats (1/1000 nat)
-# per token.
+# per token. Rows of text differ, so each number has its standard error after ±. Ratios compare row by row. A ratio that
+# is less than about two of its standard errors from 1 shows no difference.
 #
 # ## 1 · When the cache outweighs the weights · 4 min
 #
@@ -63,24 +74,21 @@ for name, guess in (("Gemma 2B", guess_gemma), ("Llama 2 7B", guess_llama)):
     compare(name, unit="requests", prediction=guess, measured=count)
 print()
 print("requests of 2,048 tokens    as large as weights of      that fit on an H200")
-print("                              16 bits    4 bits     16-bit cache    int8 cache")
+print("                              16 bits    4 bits     with a 16-bit cache")
 for name, shape in SHAPES.items():
     equal = small_caches.requests_of_weights(shape, 2048)
-    fits = [
-        sizing.fit(shape, 141e9, 2048, kv_cache_dtype=kind).requests
-        for kind in ("bfloat16", "int8")
-    ]
-    print(f"{name:26} {equal:10.0f} {equal / 4:9.0f} {fits[0]:16,} {fits[1]:13,}")
+    fits = sizing.fit(shape, 141e9, 2048, kv_cache_dtype="bfloat16").requests
+    print(f"{name:26} {equal:10.0f} {equal / 4:9.0f} {fits:22,}")
 
 # %% [markdown]
 # A decode step reads all weights once, and the whole cache of every request in it. So at the count in the first column,
 # half of the bytes that a step reads are keys and values, and **smaller weights can at most halve the reading**. With
 # lesson 05's four bits, that point comes at a quarter of the requests.
 #
-# An eight-bit cache helps twice: nearly twice as many requests fit (on the right; the 70B model does not fit at all in
-# 16 bits), and a step reads about half as many bytes for each. "Nearly", because codes need scales.
+# (The 70B model does not fit at all in 16 bits.) A smaller cache helps twice: more requests fit, and a step reads fewer
+# bytes for each.
 #
-# ## 2 · A scale for each token and head · 22 min
+# ## 2 · A scale for each token and head · 26 min
 #
 # ### What keys and values look like
 #
@@ -113,9 +121,8 @@ for layer, pair in enumerate(kept):
 #
 # ### What may share a scale?
 #
-# Rounding is best if numbers of similar size share a scale. So keys ask for a scale for each *channel*. But a cache is
-# written one token at a time, and what is written is never touched again. When a token's key is quantized, the tokens
-# after it do not exist yet.
+# Rounding is best if numbers of similar size share a scale. But a cache is written one token at a time, and what is
+# written is never touched again. When a token's key is quantized, the tokens after it do not exist yet.
 #
 # | one scale for | known when a token is written? |
 # |---|---|
@@ -138,21 +145,25 @@ guess_values = 1.0  # PREDICT: values: KL with scales for tokens / with scales f
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 rounding = {}
-print("4 bits, KL in millinats       keys      values")
+print("4 bits, KL in millinats                   keys        values")
 for shared in small_caches.SHARED:
     parts = [
-        small_caches.predictions_rounded(text, plain, 4, *which).divergence.mean().item()
+        small_caches.predictions_rounded(text, plain, 4, *which).millinats
         for which in ((shared, None), (None, shared))
     ]
     rounding[shared] = parts
-    print(f"a scale for each {shared:15} {1000 * parts[0]:7.3f} {1000 * parts[1]:9.3f}")
+    cells = ["{:.2f} ± {:.2f}".format(*held_out.mean(rows)) for rows in parts]
+    print(f"a scale for each {shared:15} {cells[0]:>13} {cells[1]:>13}")
 for place, (name, guess) in enumerate((("keys", guess_keys), ("values", guess_values))):
-    ratio = rounding["token and head"][place] / rounding["channel"][place]
-    compare(f"{name}, token / channel", unit="times", prediction=guess, measured=ratio)
+    token, channel = (rounding[shared][place] for shared in ("token and head", "channel"))
+    name = f"{name}, token / channel"
+    compare(name, unit="times", prediction=guess, measured=times(name, token, channel))
 
 # %% [markdown]
-# Keys are better with channels, values with tokens. A scale for each token and head is second-best for keys and best
-# for values, and it is the only one that needs no calibration. With 8 bits, it is good enough for both.
+# One scale for the whole tensor is clearly worse than the other two. Between those, the ratios point in the direction
+# of the stripes, keys above 1 and values below, but neither is two standard errors from 1: at 4 bits, this much text
+# cannot tell channels from tokens. (With fewer bits it can: section 3.) So nothing speaks against a scale for each
+# token and head, the only one that needs no calibration.
 #
 # ### Eight bits
 #
@@ -167,7 +178,7 @@ for place, (name, guess) in enumerate((("keys", guess_keys), ("values", guess_va
 # * FP8: $s = 2.54 / 448 = 0.00567$. The quotients are 105.8, -448, 229.3 and 0. Numbers from 64 to 128 have steps of 8,
 #   those from 128 to 256 steps of 16, so the codes are 104, -448, 224 and 0.
 #
-# **Exercise 1 (8 minutes).** Write it for both formats. `.to(torch.float8_e4m3fn)` rounds to the nearest number of
+# **Exercise 1 (9 minutes).** Write it for both formats. `.to(torch.float8_e4m3fn)` rounds to the nearest number of
 # e4m3, halves to the even one; a conversion to int8 does not round.
 
 
@@ -221,15 +232,17 @@ with using(write_kv=my_write):
     loss = {
         kind: show(f"{kind} cache", text.predictions(model)) for kind, model in cached.items()
     }
-compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=loss["fp8"] / loss["int8"])
+ratio = times("fp8 / int8", loss["fp8"], loss["int8"])
+compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=ratio)
 
 # %% [markdown]
 # Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only 2.5 to 3 times
 # their root mean square. Then int8 has finer steps where most of the numbers are, and FP8 has its precision at small
 # numbers, where it is not needed. With coarser scales, FP8 can be the better choice. TensorRT-LLM's documentation
-# recommends FP8 over int8 for the cache, and vLLM's describes FP8 with one scale for a tensor or a head, from
-# calibration or simply 1. Scales like these must cover every token that will come, and FP8 forgives a scale that is too
-# large. (Since 2026, vLLM also has `int8_per_token_head`: a scale for each token and head, as here.)
+# recommends FP8 over int8 for the cache on Hopper and Ada, for its accuracy, and vLLM's describes FP8 with one scale
+# for a tensor or a head, from calibration or simply 1. Scales like these must cover every token that will come, and FP8
+# forgives a scale that is too large. (Since 2026, vLLM also has `int8_per_token_head`: a scale for each token and head,
+# as here.)
 #
 # ### How many requests fit?
 #
@@ -256,7 +269,7 @@ for dim in (64, 128, 256):
 # each key and each value. So small heads, such as `tiny-gemma`'s of 64, pay relatively more for their scales. (A
 # request takes whole blocks, so what is measured differs a little from the ratio of bytes.) Gemma 2B has heads of 256.
 #
-# ## 3 · Attention on codes · 18 min
+# ## 3 · Attention on codes · 22 min
 #
 # ### Fold the scales
 #
@@ -280,11 +293,12 @@ the matrix of the values' codes.""")
 # By hand: a query `1, 2`, two keys with the codes `10, -5` and `30, 20` and the scales 0.1 and 0.01. The sums are 0 and
 # 70, so the scores are 0 and 0.7. Two multiplications by scales, instead of four.
 #
-# A GPU gains more than multiplications. Its tensor cores multiply 16-bit numbers, and float16 and bfloat16 hold every
-# int8 code and every number of e4m3 exactly. So a kernel loads bytes and converts them in registers, without rounding,
-# and nothing is written back.
+# A GPU gains more than multiplications. In the engine's kernels, tensor cores multiply 16-bit numbers, and float16 and
+# bfloat16 hold every int8 code and every number of e4m3 exactly. So a kernel loads bytes and converts them in
+# registers, without rounding, and nothing is written back. (vLLM with FlashAttention 3 goes further: it quantizes
+# queries too, and multiplies in FP8.)
 #
-# **Exercise 2 (9 minutes).** Write attention for the query heads that share one KV head. Each row is a query; a row
+# **Exercise 2 (10 minutes).** Write attention for the query heads that share one KV head. Each row is a query; a row
 # does not see its `hidden` keys, but always sees at least one.
 #
 # For example, the query and keys above with `scale=1`, and values with the codes `100, 0` and `0, 50` and the scales
@@ -318,7 +332,7 @@ mine = small_caches.operations(quantize_kv, attend_codes)
 for kind, model in cached.items():
     with using(**mine) as used:
         found = show(f"{kind} cache", text.predictions(model))
-    print(f"    dequantized first: {loss[kind]:.3f}")
+    print(f"    dequantized first: {loss[kind].mean():.3f}")
 with LLM(device="cpu", kv_cache_dtype="int8", num_blocks=64) as llm, using(**mine) as used:
     print(prompt + llm.generate(prompt, greedy)[0].text)
 print(f"attend_codes is {whose(attend_codes)}; calls: {used.calls}")
@@ -346,19 +360,19 @@ small_caches.speeds(*small_caches.committed())
 # keys and values asked for in section 2.
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
-print("KL in millinats   tokens for both   channels for keys, tokens for values")
+print("KL in millinats   tokens for both   channels for keys, tokens for values      ratio")
 for bits in (8, 4, 3, 2):
     both = [
-        1000
-        * small_caches.predictions_rounded(text, plain, bits, keys, "token and head")
-        .divergence.mean()
-        .item()
+        small_caches.predictions_rounded(text, plain, bits, keys, "token and head").millinats
         for keys in ("token and head", "channel")
     ]
-    print(f"{bits} bits            {both[0]:15.3f} {both[1]:27.3f}")
+    cells = ["{:.3f} ± {:.3f}".format(*held_out.mean(rows)) for rows in both]
+    both_ratio = "{:.2f} ± {:.2f}".format(*held_out.ratio(*both))
+    print(f"{bits} bits          {cells[0]:>19} {cells[1]:>30} {both_ratio:>19}")
 
 # %% [markdown]
-# Four bits are usable here, two are not. KIVI reaches two bits in large models with three changes to what you wrote:
+# Four bits are usable here, two are not. And with two bits the difference is far larger than its error: channels for
+# keys take away a third of the loss. KIVI reaches two bits in large models with three changes to what you wrote:
 # scales for *groups* instead of whole tokens or channels, zero points (lesson 05), and channels for keys.
 
 # %%
@@ -371,12 +385,159 @@ several channels of one token. The newest tokens of both are gray, and labeled 1
 # are there. Until then, the newest tokens stay in 16 bits. Channel scales fold as well: a key's into the *query*
 # ($q_i s_i$, once for each group of tokens), a value's into the output. With a 16-bit scale and a 16-bit zero point
 # for 32 codes, two bits are really three. The engine does not have this: blocks would hold tokens of two formats, and
-# a sequence that is cut back, as in speculative decoding, would have to cut through a group.
+# a sequence that is cut back, as in speculative decoding, would have to cut through a group. Nor does it evict tokens,
+# the other way to a smaller cache. And rows of 256 tokens say nothing about long contexts: test those with questions
+# whose answers are far back in the text.
 #
-# ## 4 · FP4: four bits in blocks · 17 min
+# ## 4 · Choosing · 21 min
 #
-# Back to weights. Lesson 05's int4 has 16 equally spaced levels. **e2m1** has a sign, 2 bits of exponent and 1 of
-# mantissa:
+# TensorRT-LLM's documentation has a table of how to choose a precision ("Best practices to choose the right
+# quantization methods"). Its words summarize measurements on more than ten models:
+
+# %%
+choices.print_nvidias()
+
+# %% [markdown]
+# We redo it with our records: speed from an H200 (Gemma 2B's shape, random weights), for 1 to 3,000 requests at once;
+# quality from `tiny-gemma`, which is trained. Call a gain below 1.05 low, below 1.5 medium, and the rest high. (These
+# limits are ours; NVIDIA gives none.)
+#
+# **Predict first.** The table has 14 words about speed, for 7 methods and 2 batch sizes. How many does our record
+# confirm, if 4 requests and 3,000 requests stand for the two columns?
+
+# %% tags=["exercise"]
+guess_same = 10  # PREDICT: of NVIDIA's 14 words about speed, those that our record confirms
+
+# %%
+found = choices.measured()
+choices.print_ours(found)
+words = choices.judgments(found)
+compare("confirmed", unit="of 14", prediction=guess_same, measured=choices.confirmed(found))
+for (name, _), (theirs, ours, requests) in words.items():
+    if theirs != ours:
+        print(f"  {name:26} {requests:5,} requests: NVIDIA says {theirs}, our record {ours}")
+print("\nconfirmed, if these requests stand for the two columns:")
+for few in (1, 4):
+    counts = {many: choices.confirmed(found, few, many) for many in (16, 64, 3000)}
+    print("  ", ", ".join(f"{few} and {many:,}: {count}" for many, count in counts.items()))
+
+# %% [markdown]
+# The count depends on which of our columns stand for NVIDIA's, as the last lines show, so it says little about the
+# table. Read the gains instead, each row from left to right: weight-only methods gain most with one request, and
+# nothing with thousands. There, products of eight-bit numbers help, FP8's most. All rows have an output head in 16
+# bits, except W4A8's speeds, whose head is int8. W4A8 is slow because this engine has no kernel for it: such a number
+# is about *this* engine, not about the method. And a small model on a large GPU has fixed costs in each step, which no
+# precision shortens: the fewer bytes a step reads, the larger their share.
+#
+# "Points lost" is accuracy lost on multiple-choice questions, in percentage points. Every interval here includes 0: the
+# questions cannot show a loss. They cannot exclude one either, of any size up to the interval's upper end. KL is finer,
+# and still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss
+# from SmoothQuant, and `tiny-gemma`, which has hardly any outlier channels (lesson 07), ranks the two the other way
+# around. Quality depends on the model.
+#
+# "Seconds" are those of quantizing *and* measuring, for 5.6 million parameters on a CPU. The extra time of AWQ
+# and GPTQ over INT4 weight-only is about that of their calibration. The three methods with eight-bit activations also
+# have to round activations before every product that is measured. For FP8 that is all: it needs no calibration here,
+# since each token gets its scale as it comes (lesson 07).
+#
+# (Pruning, which sets weights to 0, is in neither table. `data/README.md` shows why: on `tiny-gemma` it loses far more
+# than quantization to the same size does, and this engine's products do not skip zeros.)
+#
+# ### The Pareto front
+#
+# Which methods can be ruled out? One method *beats* another if it is at least as good in every number, and better in
+# one. Those that no other beats are the **Pareto front**. There is no best one among them: which to take depends on
+# what you need most.
+#
+# **Exercise 3 (7 minutes).** Find the front. For every number, less is better. Equal points do not beat each other.
+#
+# For example, of `{"a": (1, 4), "b": (2, 2), "c": (3, 3)}`, b beats c, and the front is `["a", "b"]`.
+#
+# The points below mix two models, as our table does: loss and bytes are those of `tiny-gemma`, speed is that of Gemma
+# 2B's shape.
+
+
+# %% tags=["exercise"]
+def pareto_front(points):
+    """The names of the points that no other point beats, in their order.
+
+    points: {name: numbers}, tuples of the same length, of at least one number. Without points, the front is empty.
+    """
+    # SOLUTION: for each point, look for one that is at least as good everywhere, and not equal
+    front = []
+    for name, mine in points.items():
+        beaten = any(
+            other != mine and all(theirs <= own for theirs, own in zip(other, mine))
+            for other in points.values()
+        )
+        if not beaten:
+            front.append(name)
+    return front
+    # END
+
+
+# %%
+check(pareto_front)
+
+# %%
+my_front = yours(pareto_front, choices.pareto_front)
+panels, fronts = {}, {}
+for requests in (1, 3000):
+    title = f"{requests:,} request{'s' * (requests > 1)} at once"
+    panels[title] = {
+        name: (row.kl, row.bytes, row.gains[requests]) for name, row in found.items()
+    }
+    panels[title]["bfloat16"] = (0.0, choices.dense_bytes(), 1.0)
+    fronts[title] = my_front(
+        {name: (kl, size, 1 / gain) for name, (kl, size, gain) in panels[title].items()}
+    )
+    print(f"{title}: {', '.join(fronts[title])}")
+print(f"pareto_front is {whose(pareto_front)}")
+draw.pareto(panels, fronts)
+describe("""Two panels, for one request and for 3,000. Horizontal: KL divergence; vertical: speed as a multiple of
+bfloat16's; the size of a dot is the size of the weights. Filled dots are on the Pareto front, which is printed above.
+The legend says which is which. Methods with int4 weights have the smallest dots, on the right. Compare how high each
+method is in the two panels.""")
+
+# %% [markdown]
+# The bytes are those of weights and scales. All methods with eight-bit weights take the same, so for one request INT8
+# weight-only, which is faster and loses less, beats both FP8 and SmoothQuant. For 3,000 it has no speed to offer, and
+# they are on the front. The three int4 methods differ only in KL, so GPTQ beats the others, but a front does not ask
+# how large a difference is, or whether it could be chance.
+#
+# ### A recommendation that explains itself
+#
+# The engine's `recommend` estimates instead of measuring, so it can answer for other models and GPUs. For each method
+# it adds up a step's time: the bytes of the weights at the memory's rate, or the arithmetic at the rate of its products
+# if that takes longer (both, in the engine's kernels for few rows); the bytes of the cache; and fixed costs. Tests hold
+# the estimate against the record. Then it takes the fastest method whose loss you allow, or one within 3% of it that
+# loses less.
+#
+# **Predict first,** for yourself: which weights and which cache would *you* choose for Gemma 2B on an H200, for one
+# chat user; for 512 requests with long prompts; and for Llama 3.1 8B on a GPU of 24 GB?
+
+# %%
+CASES = {
+    "one chat": ("Gemma 2B", "H200", Traffic(1, 128, 256)),
+    "long prompts": ("Gemma 2B", "H200", Traffic(512, 2048, 128)),
+    "a small GPU": ("Llama 3.1 8B", "L4", Traffic(32, 512, 512)),
+}
+for case, (name, gpu, traffic) in CASES.items():
+    print(f"---- {case}: {name} on {gpu}, {traffic}")
+    print(recommend(SHAPES[name], GPUS[gpu], traffic, calibrated=True), end="\n\n")
+
+# %% [markdown]
+# Look for what each case waits for: bytes of weights, arithmetic, or the cache. (Where it says fp8 for the cache, int8
+# would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU that it finds,
+# and leaves out methods that need calibration. The quality of a method is a word from NVIDIA's table and a number from
+# `tiny-gemma`: that GPTQ comes before AWQ and int4 rests on the perplexity of this one small model on one text, which
+# is weak. Your model and your task are neither, so measure before you decide: `minillm eval --compare` does it for a
+# model of yours, as it did for our table.
+#
+# ## 5 · FP4: four bits in blocks · optional, 20 min
+#
+# Sections 5 and 6 are optional; the recap comes after them. Back to weights. Lesson 05's int4 has 16 equally spaced
+# levels. **e2m1** has a sign, 2 bits of exponent and 1 of mantissa:
 #
 # $$0,\; 0.5,\; 1,\; 1.5,\; 2,\; 3,\; 4,\; 6 \quad \text{and their negatives}$$
 #
@@ -412,7 +573,7 @@ near it.""")
 # Between 0 and 2, levels are 0.5 apart; from 2 to 4, 1 apart; from 4 to 6, 2 apart. So the nearest level is a nearest
 # multiple of that step, as in lesson 07, and `round` sends halves to the level with an even mantissa bit.
 #
-# **Exercise 3 (9 minutes).** Round a matrix in blocks. `round_scales` turns ideal scales into scales that a format can
+# **Exercise 4 (9 minutes).** Round a matrix in blocks. `round_scales` turns ideal scales into scales that a format can
 # store. It takes those of the whole matrix, since NVFP4's one number depends on all of them, and returns positive
 # numbers, even for a block of zeros. Magnitudes above 6 after the division become 6.
 #
@@ -463,20 +624,21 @@ FORMATS |= four_bits.formats(yours(quantize_fp4, four_bits.quantize_fp4))
 losses = {}
 for name, format in FORMATS.items():
     found = text.predictions(eight_bits.quantized(plain, format))
-    losses[name] = show(f"{name}, {BITS[name]:.4g} bits", found)
+    losses[name] = show(f"{name}, {BITS[name]:.4g} bits", found)  # KL of each row
 print(f"quantize_fp4 is {whose(quantize_fp4)}")
 for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
-    ratio = losses[name] / losses[f"int4, groups of {base}"]
-    compare(f"{name} / int4, groups of {base}", unit="times", prediction=guess, measured=ratio)
+    int4 = f"int4, groups of {base}"
+    ratio = times(f"{name} / {int4}", losses[name], losses[int4])
+    compare(f"{name} / {int4}", unit="times", prediction=guess, measured=ratio)
 
 # %% [markdown]
-# The two formats have the same levels, so the difference is in blocks and scales. NVFP4 gains a little over int4 at the
-# same size: its scales take half of the bits, which pays for blocks half as long. MXFP4 gains nothing from blocks half
-# as long, because its scales are coarse: where the largest weight comes to just above 3.5, the level 6 is not used. The
-# engine's method `nvfp4` needs no calibration; on hardware that multiplies FP4, activations would have four bits as
+# At equal size, neither ratio is two standard errors from 1: on this model, NVFP4, MXFP4 and int4 cannot be told apart.
+# Size counts: from groups of 128 to groups of 32, int4 loses about a third less. What FP4 is for is hardware that
+# multiplies it. MXFP4's scales are coarse: where the largest weight comes to just above 3.5, the level 6 is not used.
+# The engine's method `nvfp4` needs no calibration; on hardware that multiplies FP4, activations would have four bits as
 # well, which this does not measure.
 #
-# ## 5 · Distillation: train for the rounding · 13 min
+# ## 6 · Distillation: train for the rounding · optional, 14 min
 #
 # All methods until now rounded a finished model. **Quantization-aware training** changes the weights so that their
 # *rounded* values work well. Training keeps weights $w$ in full precision, computes each step with their rounded values
@@ -498,7 +660,7 @@ uses 1 instead.""")
 # In torch, `x.detach()` has the value of `x` and no gradient. So `w + (rounded - w).detach()` has the value of
 # `rounded` and the gradient of `w`.
 #
-# **Exercise 4 (7 minutes).** Write fake quantization with lesson 05's symmetric groups, as in the formula.
+# **Exercise 5 (7 minutes).** Write fake quantization with lesson 05's symmetric groups, as in the formula.
 #
 # For example, with 4 bits and one group, `0.34, -0.86, 1.5, 0.08` has the scale $1.5 / 7.5 = 0.2$. The quotients 1.7,
 # -4.3, 7.5 and 0.4 become the codes 2, -4, 7 (8 is clamped) and 0, so the values are `0.4, -0.8, 1.4, 0`.
@@ -533,10 +695,10 @@ check(fake_quantize)
 # The engine's reference operations are plain torch, so autograd can follow them. `Student` is a copy of `tiny-gemma`
 # whose products see `fake_quantize(weight)`. Three bits, because more is lost there: 10 steps of 512 tokens.
 #
-# **Predict first.** Rounding to 3 bits raises the perplexity. What percentage of this rise do the 10 steps win back?
+# **Predict first.** By what percentage do the 10 steps reduce the KL divergence that rounding to 3 bits causes?
 
 # %% tags=["exercise"]
-guess_back = 20  # PREDICT: % of the rise in perplexity that 10 steps win back
+guess_back = 40  # PREDICT: % of the KL divergence that 10 steps remove
 
 # %% tags=["nbval-ignore-output"] uncompared="sums in another order change every step of training"
 rounded_by = yours(fake_quantize, four_bits.fake_quantize)
@@ -550,164 +712,39 @@ show("float32", text.predictions())
 show("3 bits", before)
 show("3 bits, 10 steps", after)
 print(f"fake_quantize is {whose(fake_quantize)}")
+left, error = held_out.ratio(after.millinats, before.millinats)
+print(f"removed {1 - left:.1%} ± {error:.1%} of the KL divergence")
+compare("removed", unit="%", prediction=guess_back, measured=100 * (1 - left))
 won = (before.perplexity - after.perplexity) / (
     before.perplexity - text.predictions().perplexity
 )
-compare("won back", unit="%", prediction=guess_back, measured=100 * won)
+print(f"of the rise in perplexity: {won:.0%}")
 
 # %% [markdown]
+# Perplexity looks better than KL, although KL is what was trained. It sees one probability at each position, that of
+# the token that came next, and there errors of opposite signs cancel (lesson 06). So judge by KL, and by the ± next to
+# it.
+#
 # A script in the repository, `data/distill_tiny_gemma.py`, trains for longer on more text, for 4 and for 3 bits. Its
 # record, over the whole held-out text and the questions:
 
 # %%
-for name, row in choices.distillation().items():
-    won = f"{row['won_back']:.0%} of the perplexity won back" if "won_back" in row else ""
+rows = choices.distillation()
+for name, row in rows.items():
+    won = ""
+    if name.endswith(", trained"):
+        left = row["kl"] / rows[name.removesuffix(", trained")]["kl"]
+        won = f"removed {1 - left:.0%} of KL, {row['won_back']:.0%} of the rise in perplexity"
     print(
         f"{name:14} perplexity {row['perplexity']:.4f}  KL {1000 * row['kl']:6.3f}  "
         f"accuracy {row['accuracy']:.1%}  {won}"
     )
 
 # %% [markdown]
-# The result is an ordinary int4 model: training leaves no trace in its format or speed. It costs what no method before
-# did: a copy of the model with gradients and an optimizer's state, four float32 numbers for each weight. LLM-QAT (Liu
-# et al. 2023) distills in this way, on text that the model wrote itself. NVIDIA's report on quantization-aware
+# The result is an ordinary int4 model: training changes neither its format nor its speed. It costs what no method
+# before did: a copy of the model with gradients and an optimizer's state, four float32 numbers for each weight. LLM-QAT
+# (Liu et al. 2023) distills in this way, on text that the model wrote itself. NVIDIA's report on quantization-aware
 # distillation (2026) uses the same loss to restore models in NVFP4.
-#
-# ## 6 · Choosing · 14 min
-#
-# TensorRT-LLM's documentation has a table of how to choose a precision ("Best practices to choose the right
-# quantization methods"). Its words summarize measurements on more than ten models:
-
-# %%
-choices.print_nvidias()
-
-# %% [markdown]
-# We redo it with our records: speed from an H200 (Gemma 2B's shape, random weights), for 1 to 3,000 requests at once;
-# quality from `tiny-gemma`, which is trained. Call a gain below 1.05 low, below 1.5 medium, and the rest high. (These
-# limits are ours; NVIDIA gives none.)
-#
-# **Predict first.** The table has 14 words about speed, for 7 methods and 2 batch sizes. How many does our record
-# confirm, if 4 requests and 3,000 requests stand for the two columns?
-
-# %% tags=["exercise"]
-guess_same = 10  # PREDICT: of NVIDIA's 14 words about speed, those that our record confirms
-
-# %%
-found = choices.measured()
-choices.print_ours(found)
-words = choices.judgments(found)
-same = sum(theirs == ours for theirs, ours, _ in words.values())
-compare("confirmed", unit="of 14", prediction=guess_same, measured=same)
-for (name, _), (theirs, ours, requests) in words.items():
-    if theirs != ours:
-        print(f"  {name:26} {requests:5,} requests: NVIDIA says {theirs}, our record {ours}")
-
-# %% [markdown]
-# Read a row from left to right: weight-only methods gain most with one request, and nothing with thousands. There,
-# products of eight-bit numbers help, FP8's most. W4A8 (measured with an int8 head) is slow because this engine has no
-# kernel for it: such a number is about *this* engine, not about the method. And a small model on a large GPU has fixed
-# costs in each step, which no precision shortens: the fewer bytes a step reads, the larger their share.
-#
-# "Points lost" is accuracy lost on multiple-choice questions, in percentage points. Where the interval includes 0, the
-# questions show no loss, but KL still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss
-# from SmoothQuant, and `tiny-gemma`, which has hardly any outlier channels (lesson 07), ranks the two the other way
-# around. Quality depends on the model.
-#
-# "Seconds" are those of quantizing *and* measuring, for 5.6 million parameters on a CPU. The extra time of AWQ
-# and GPTQ over INT4 weight-only is about that of their calibration. The three methods with eight-bit activations also
-# have to round activations before every product that is measured. For FP8 that is all: it needs no calibration here,
-# since each token gets its scale as it comes (lesson 07).
-#
-# (Pruning, which sets weights to 0, is in neither table. `data/README.md` shows why: on `tiny-gemma` it loses far more
-# than quantization to the same size does, and this engine's products do not skip zeros.)
-#
-# ### The Pareto front
-#
-# Which methods can be ruled out? One method *beats* another if it is at least as good in every number, and better in
-# one. Those that no other beats are the **Pareto front**. There is no best one among them: which to take depends on
-# what you need most.
-#
-# **Exercise 5 (5 minutes).** Find the front. For every number, less is better. Equal points do not beat each other.
-#
-# For example, of `{"a": (1, 4), "b": (2, 2), "c": (3, 3)}`, b beats c, and the front is `["a", "b"]`.
-#
-# The points below mix two models, as our table does: loss and bytes are those of `tiny-gemma`, speed is that of Gemma
-# 2B's shape.
-
-
-# %% tags=["exercise"]
-def pareto_front(points):
-    """The names of the points that no other point beats, in their order.
-
-    points: {name: numbers}, tuples of the same length, of at least one number. Without points, the front is empty.
-    """
-    # SOLUTION: for each point, look for one that is at least as good everywhere, and not equal
-    front = []
-    for name, mine in points.items():
-        beaten = any(
-            other != mine and all(theirs <= own for theirs, own in zip(other, mine))
-            for other in points.values()
-        )
-        if not beaten:
-            front.append(name)
-    return front
-    # END
-
-
-# %%
-check(pareto_front)
-
-# %%
-my_front = yours(pareto_front, choices.pareto_front)
-panels, fronts = {}, {}
-for requests in (1, 3000):
-    title = f"{requests:,} request{'s' * (requests > 1)} at once"
-    panels[title] = {
-        name: (row.kl, row.bytes, row.gains[requests]) for name, row in found.items()
-    }
-    panels[title]["bfloat16"] = (0.0, choices.dense_bytes(), 1.0)
-    fronts[title] = my_front(
-        {name: (kl, size, 1 / gain) for name, (kl, size, gain) in panels[title].items()}
-    )
-    print(f"{title}: {', '.join(fronts[title])}")
-print(f"pareto_front is {whose(pareto_front)}")
-draw.pareto(panels, fronts)
-describe("""Two panels, for one request and for 3,000. Horizontal: KL divergence; vertical: speed as a multiple of
-bfloat16's; the size of a dot is the size of the weights. Filled dots are on the Pareto front, which is printed above.
-Methods with int4 weights have the smallest dots, on the right. Compare how high each method is in the two
-panels.""")
-
-# %% [markdown]
-# A front does not ask how large a difference is: for one request, SmoothQuant and FP8 are on it only because their
-# weights take 0.01% less memory than INT8 weight-only's, which is faster and loses less.
-#
-# ### A recommendation that explains itself
-#
-# The engine's `recommend` estimates instead of measuring, so it can answer for other models and GPUs. For each method
-# it adds up a step's time: the bytes of the weights at the memory's rate, or the arithmetic at the rate of its products
-# if that takes longer (both, in the engine's kernels for few rows); the bytes of the cache; and fixed costs. Tests hold
-# the estimate against the record. Then it takes the fastest method whose loss you allow, or one within 3% of it that
-# loses less.
-#
-# **Predict first,** for yourself: which weights and which cache would *you* choose for Gemma 2B on an H200, for one
-# chat user; for 512 requests with long prompts; and for Llama 3.1 8B on a GPU of 24 GB?
-
-# %%
-CASES = {
-    "one chat": ("Gemma 2B", "H200", Traffic(1, 128, 256)),
-    "long prompts": ("Gemma 2B", "H200", Traffic(512, 2048, 128)),
-    "a small GPU": ("Llama 3.1 8B", "L4", Traffic(32, 512, 512)),
-}
-for case, (name, gpu, traffic) in CASES.items():
-    print(f"---- {case}: {name} on {gpu}, {traffic}")
-    print(recommend(SHAPES[name], GPUS[gpu], traffic, calibrated=True), end="\n\n")
-
-# %% [markdown]
-# Look for what each case waits for: bytes of weights, arithmetic, or the cache. (Where it says fp8 for the cache, int8
-# would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU that it finds,
-# and leaves out methods that need calibration. The quality of a method is a word from NVIDIA's table and a number from
-# `tiny-gemma`. Your model and your task are neither, so measure before you decide: `minillm eval --compare` does it for
-# a model of yours, as it did for our table.
 #
 # ## Recap · 2 min
 #
@@ -715,20 +752,24 @@ for case, (name, gpu, traffic) in CASES.items():
 # * A cache is written token by token, so a scale for each token and head is the one that needs no calibration. It folds
 #   into the scores and into the softmax's weights: products see only codes.
 # * Keys have large channels, values do not. That matters at two bits, not at eight.
-# * FP4 has eight magnitudes and depends on its blocks: 16 weights with a scale in e4m3 (NVFP4), or 32 with a power of
-#   two (MXFP4).
-# * Distillation trains weights for their rounding. The straight-through estimator lets gradients through.
 # * Few requests wait for bytes, many for arithmetic, long contexts for the cache. Choose by what your traffic waits
 #   for.
+# * Optional: FP4 has eight magnitudes and depends on its blocks: 16 weights with a scale in e4m3 (NVFP4), or 32 with a
+#   power of two (MXFP4).
+# * Optional: distillation trains weights for their rounding. The straight-through estimator lets gradients through.
+#   Judge it by KL.
 #
 # **What got worse:** every key and value is now rounded once, and what is in the cache stays wrong for the rest of its
 # request. Each scale takes 4 bytes, which is a lot for small heads. Every kernel that touches the cache now has three
 # formats to support. Without hardware for it, FP4 only saves memory, and distillation needs a training run for each
 # model and each format. A recommendation rests on estimates and on one small model's quality.
 #
+# **Next:** a smaller cache lets more requests run at once, if its memory can be handed out without gaps. Requests grow
+# by a token in each step, and nobody knows when they end. Lesson 09 divides the cache into blocks, the scales included.
+#
 # **Further reading:** Liu et al. 2024, *KIVI* (2402.02750; two bits); Hooper et al. 2024, *KVQuant* (keys before their
 # rotation); vLLM's documentation, *Quantized KV Cache*; FlashInfer's documentation of its attention kernels; Open
 # Compute Project 2023, *OCP Microscaling Formats (MX) Specification*; NVIDIA 2025, *Introducing NVFP4*; Bengio et al.
 # 2013, *Estimating or Propagating Gradients Through Stochastic Neurons*; Liu et al. 2023, *LLM-QAT*; NVIDIA 2026,
 # *Quantization-Aware Distillation for NVFP4 Inference Accuracy Recovery* (2601.20088); Kurtic et al. 2024, *"Give Me
-# BF16 or Give Me Death"?* (which precision when). Next: lesson 09, paged memory.
+# BF16 or Give Me Death"?* (which precision when).

@@ -185,7 +185,7 @@ class RoundedBy(Activations):
 class HeldOut(held_out.HeldOut):
     """Text that neither training nor calibration has seen, and the embedded model's predictions on it."""
 
-    def __init__(self, rows: int = 6, length: int = 256):
+    def __init__(self, rows: int = 24, length: int = 256):
         super().__init__(dense(), held_out.held_out_text(rows, length))
 
     def divergence(self, model: Model) -> float:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from minillm.bench import records
+from minillm.model import load_model
+from minillm.quantization import Activations, Format, Fp8, Int4, Int8
+
+from ..lesson_07 import eight_bits
 
 SPEED, QUALITY = "h200/quantization", "cpu/quantization"
 STEPS = ((1.05, "Low"), (1.5, "Medium"))  # a gain below the first is low, below the second medium: this course's choice
@@ -24,16 +28,29 @@ class MethodRow:
     time: str  # of calibration
     quality: str
     speed: str
+    weights: Format
 
 
 METHODS = {
-    "FP8 (W8A8)": MethodRow("Medium", "Medium", "Very low", "minutes", "fp8", "fp8"),
-    "INT8 SmoothQuant (W8A8)": MethodRow("Medium", "Medium", "Medium", "minutes", "smoothquant", "w8a8 (smoothquant)"),
-    "INT8 weight-only (W8A16)": MethodRow("Medium", "Low", "Low", "none", "int8", "int8"),
-    "INT4 weight-only (W4A16)": MethodRow("High", "Low", "High", "none", "int4", "int4 g128 (awq, gptq)"),
-    "INT4 AWQ (W4A16)": MethodRow("High", "Low", "Low", "tens of minutes", "awq", "int4 g128 (awq, gptq)"),
-    "INT4 GPTQ (W4A16)": MethodRow("High", "Low", "Low", "tens of minutes", "gptq", "int4 g128 (awq, gptq)"),
-    "INT4-FP8 AWQ (W4A8)": MethodRow("High", "Medium", "Low", "tens of minutes", "w4a8", "w4a8 g128, head int8"),
+    "FP8 (W8A8)": MethodRow(
+        "Medium", "Medium", "Very low", "minutes", "fp8", "fp8", Fp8(activations=Activations("fp8"))
+    ),
+    "INT8 SmoothQuant (W8A8)": MethodRow(
+        "Medium", "Medium", "Medium", "minutes", "smoothquant", "w8a8 (smoothquant)", Int8(Activations("int8"))
+    ),
+    "INT8 weight-only (W8A16)": MethodRow("Medium", "Low", "Low", "none", "int8", "int8", Int8()),
+    "INT4 weight-only (W4A16)": MethodRow("High", "Low", "High", "none", "int4", "int4 g128 (awq, gptq)", Int4(128)),
+    "INT4 AWQ (W4A16)": MethodRow("High", "Low", "Low", "tens of minutes", "awq", "int4 g128 (awq, gptq)", Int4(128)),
+    "INT4 GPTQ (W4A16)": MethodRow("High", "Low", "Low", "tens of minutes", "gptq", "int4 g128 (awq, gptq)", Int4(128)),
+    "INT4-FP8 AWQ (W4A8)": MethodRow(
+        "High",
+        "Medium",
+        "Low",
+        "tens of minutes",
+        "w4a8",
+        "w4a8 g128, head int8",
+        Int4(128, activations=Activations("fp8")),
+    ),
 }
 
 
@@ -42,8 +59,8 @@ class Measured:
     """What our records say of a method.
 
     gains: {requests at once: tokens per second / bfloat16's}, Gemma 2B's shape on an H200. kl: in millinats per token,
-    points: of accuracy lost, with a 95% interval, bytes: of the file, seconds: of quantizing and measuring together;
-    all of tiny-gemma.
+    points: of accuracy lost, with a 95% interval, bytes: of all weights and their scales, seconds: of quantizing and
+    measuring together; all of tiny-gemma.
     """
 
     gains: Mapping[int, float]
@@ -58,12 +75,15 @@ def measured(methods: Mapping[str, MethodRow] = METHODS) -> dict[str, Measured]:
     """Of each method. Speeds are those with a cache in bfloat16."""
     speed = [row for row in records.read(SPEED)["results"] if row["kv_cache_dtype"] == "bfloat16"]
     quality = {row["quantization"]: row for row in records.read(QUALITY)["results"]}
+    model = load_model(dtype="float32", device="cpu")
+    rest = dense_bytes() - eight_bits.bytes_of(model)
     found = {}
     for name, method in methods.items():
         row = quality[method.quality]
         gains = {each["requests"]: each["times_bf16"] for each in speed if each["quantization"] == method.speed}
         low, high = row["loss_interval"]
-        found[name] = Measured(gains, 1000 * row["kl"], row["loss_points"], (low, high), row["bytes"], row["seconds"])
+        size = rest + eight_bits.bytes_of(eight_bits.quantized(model, method.weights))
+        found[name] = Measured(gains, 1000 * row["kl"], row["loss_points"], (low, high), size, row["seconds"])
     return found
 
 
@@ -72,13 +92,23 @@ def word(gain: float) -> str:
     return next((name for limit, name in STEPS if gain < limit), "High")
 
 
-def judgments(found: Mapping[str, Measured]) -> dict[tuple[str, str], tuple[str, str, int]]:
-    """{(method, "few" or "many"): (NVIDIA's word, the record's, requests)}, for 4 requests and for the most."""
+def judgments(
+    found: Mapping[str, Measured], few: int = 4, many: int = 3000
+) -> dict[tuple[str, str], tuple[str, str, int]]:
+    """{(method, "few" or "many"): (NVIDIA's word, the record's, requests)}.
+
+    few, many: the requests at once that stand for NVIDIA's two columns.
+    """
     return {
         (name, which): (getattr(METHODS[name], which), word(each.gains[requests]), requests)
         for name, each in found.items()
-        for which, requests in (("few", 4), ("many", max(each.gains)))
+        for which, requests in (("few", few), ("many", many))
     }
+
+
+def confirmed(found: Mapping[str, Measured], few: int = 4, many: int = 3000) -> int:
+    """How many of NVIDIA's words about speed the record confirms."""
+    return sum(theirs == ours for theirs, ours, _ in judgments(found, few, many).values())
 
 
 def print_nvidias() -> None:
@@ -115,5 +145,5 @@ def distillation() -> dict[str, Mapping[str, Any]]:
 
 
 def dense_bytes() -> int:
-    """Bytes of tiny-gemma's unquantized file."""
-    return next(row["bytes"] for row in records.read(QUALITY)["results"] if row["quantization"] == "float32")
+    """Bytes of tiny-gemma's weights in 16 bits."""
+    return 2 * sum(tensor.numel() for tensor in load_model(dtype="float32", device="cpu").tensors())

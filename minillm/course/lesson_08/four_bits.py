@@ -51,7 +51,7 @@ def quantize_fp4(weight: Tensor, block_size: int, round_scales: Callable[[Tensor
 
 
 def fp4_by(function: Round, format: Fp4) -> Any:
-    """A format of FP4 whose weights are rounded by a function of exercise 3's form."""
+    """A format of FP4 whose weights are rounded by a function of exercise 4's form."""
     round_scales = to_e4m3 if format.has_global_scale else to_power_of_two
 
     def rounded(weight: Tensor) -> Codes:
@@ -66,7 +66,7 @@ def fp4_by(function: Round, format: Fp4) -> Any:
 
 
 def formats(function: Round) -> dict[str, Format]:
-    """Both formats of FP4, rounded by a function of exercise 3's form."""
+    """Both formats of FP4, rounded by a function of exercise 4's form."""
     return {"NVFP4": fp4_by(function, Nvfp4()), "MXFP4": fp4_by(function, Mxfp4())}
 
 
@@ -103,7 +103,7 @@ class Trained:
 class Student:
     """A copy of a dense model whose layers' matrices are trained; its products see their rounded values.
 
-    rounded: weight [out, in] -> the same shape, with the gradient of exercise 4
+    rounded: weight [out, in] -> the same shape, with the gradient of exercise 5
     """
 
     def __init__(self, model: Model, rounded: Callable[[Tensor], Tensor]):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#72b7b2", "#9d755d", "#303030")
 INK, CODE = "dimgray", "#d9d9d9"
+AREA = 3e4  # bytes of weights for each square point of a dot
 
 
 def keys_and_values(k: Tensor, v: Tensor) -> None:
@@ -103,17 +104,27 @@ def pareto(
         for color, (name, (kl, nbytes, speed)) in zip(COLORS, points.items(), strict=False):
             filled = name in fronts[title]
             face = color if filled else "none"
-            axis.scatter(kl, speed, s=nbytes / 3e4, facecolor=face, edgecolor=color, linewidth=1.5, label=name)
+            axis.scatter(kl, speed, s=nbytes / AREA, facecolor=face, edgecolor=color, linewidth=1.5, label=name)
         axis.axhline(1, color=INK, linewidth=0.8, linestyle=":")
         axis.set(title=title, xlabel="KL divergence, millinats per token (tiny-gemma)")
         axis.set_xscale("symlog", linthresh=0.01)
         axis.set_xlim(-0.003, 2 * max(kl for kl, _, _ in points.values()))
+        low, high = axis.get_ylim()
+        axis.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
         _plain(axis)
     axes[0, 0].set_ylabel("times as fast as bfloat16\n(Gemma 2B's shape, H200)")
     marks = [
         plt.Line2D([], [], marker="o", linestyle="", color=color) for color, _ in zip(COLORS, points, strict=False)
     ]
-    plt.gcf().legend(marks, list(points), fontsize=8, ncols=4, loc="outside lower center")
+    names = list(points)
+    for face, words in ((INK, "filled: on the front"), ("none", "hollow: beaten by another")):
+        marks.append(plt.Line2D([], [], marker="o", linestyle="", color=INK, markerfacecolor=face))
+        names.append(words)
+    for size in sorted({nbytes for _, nbytes, _ in points.values()}):
+        dot = (size / AREA) ** 0.5
+        marks.append(plt.Line2D([], [], marker="o", linestyle="", color=INK, markerfacecolor="none", markersize=dot))
+        names.append(f"this size: {size / 1e6:.1f} MB of weights")
+    plt.gcf().legend(marks, names, fontsize=8, ncols=4, loc="outside lower center")
 
 
 def _plain(axis: Axes) -> None:

@@ -51,6 +51,29 @@ class Predictions:
     same_top: Tensor
     perplexity: float
 
+    @property
+    def millinats(self) -> Tensor:
+        """[rows]: the mean divergence of each row of text, in 1/1000 nat per token."""
+        return 1000 * self.divergence.mean(1)
+
+
+def mean(rows: Tensor) -> tuple[float, float]:
+    """Of a number for each row of text, and its standard error: rows differ."""
+    return rows.mean().item(), _standard_error(rows)
+
+
+def ratio(rows: Tensor, base: Tensor) -> tuple[float, float]:
+    """The mean of rows / that of base, and its standard error (to first order).
+
+    Rows are compared in pairs: what makes a row of text hard for one model makes it hard for the other.
+    """
+    times = (rows.mean() / base.mean()).item()
+    return times, _standard_error(rows - times * base) / base.mean().item()
+
+
+def _standard_error(values: Tensor) -> float:
+    return (values.std() / len(values) ** 0.5).item()
+
 
 class HeldOut:
     """Rows of text, ids [rows, length], and a model's predictions on them at the time this object is made."""

@@ -131,10 +131,32 @@ def test_a_gain_in_words():
     assert [choices.word(gain) for gain in (0.7, 1.04, 1.05, 1.49, 1.5, 2.0)] == [
         "Low", "Low", "Medium", "Medium", "High", "High",
     ]  # fmt: skip
-    found = {name: SimpleNamespace(gains={4: 1.2, 3000: 0.9}) for name in choices.METHODS}
+    found = {name: SimpleNamespace(gains={4: 1.2, 16: 1.6, 3000: 0.9}) for name in choices.METHODS}
     words = choices.judgments(found)
     assert words["FP8 (W8A8)", "few"] == ("Medium", "Medium", 4)
     assert words["INT4-FP8 AWQ (W4A8)", "many"] == ("Medium", "Low", 3000)
+    assert choices.judgments(found, many=16)["INT4-FP8 AWQ (W4A8)", "many"] == ("Medium", "High", 16)
+
+
+def test_sizes_are_those_of_weights_and_scales():
+    """Not of files, whose metadata differs: methods with eight-bit weights are equally large."""
+    found = choices.measured()
+    eight = [found[name].bytes for name in ("FP8 (W8A8)", "INT8 SmoothQuant (W8A8)", "INT8 weight-only (W8A16)")]
+    four = {found[name].bytes for name in choices.METHODS if name.startswith("INT4")}
+    assert len(set(eight)) == len(four) == 1 and four.pop() < eight[0] < choices.dense_bytes()
+
+
+def test_fronts_and_confirmed_words_are_what_the_lesson_says():
+    found = choices.measured()
+    fronts = {
+        requests: choices.pareto_front({name: (x.kl, x.bytes, 1 / x.gains[requests]) for name, x in found.items()})
+        for requests in (1, 3000)
+    }
+    assert fronts[1] == ["INT8 weight-only (W8A16)", "INT4 GPTQ (W4A16)"]
+    assert fronts[3000] == ["FP8 (W8A8)", "INT8 SmoothQuant (W8A8)", *fronts[1]]
+    counts = [choices.confirmed(found, few, many) for few in (1, 4) for many in (16, 64, 3000)]
+    assert counts == [8, 12, 12, 5, 9, 9]
+    assert all(low <= 0 < high for low, high in (x.interval for x in found.values()))
 
 
 def test_speeds_in_the_table_are_those_with_a_16_bit_cache(monkeypatch):

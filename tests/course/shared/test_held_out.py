@@ -34,6 +34,14 @@ def test_predictions_have_their_definitions():
     assert found.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-4)
 
 
+def test_means_and_ratios_have_their_standard_errors():
+    base = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)
+    assert held_out.mean(base) == pytest.approx((3.0, (14 / 3) ** 0.5 / 2))
+    assert held_out.ratio(2 * base, base) == pytest.approx((2.0, 0.0))
+    rows = base + torch.tensor([1.0, -1.0, 1.0, -1.0])
+    assert held_out.ratio(rows, base) == pytest.approx((1.0, (4 / 3) ** 0.5 / 2 / 3))
+
+
 def test_held_out_text_is_not_calibration_text():
     rows = [held_out.calibration_text(4, 64), held_out.calibration_text(4, 64, seed=1), held_out.held_out_text(4, 64)]
     assert all(ids.shape == (4, 64) and (ids[:, 0] == 2).all() for ids in rows)
