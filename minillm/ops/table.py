@@ -6,9 +6,9 @@ faster function (`cpu.py`, `triton.py`), and `minillm.using` replaces it with a 
 
 import importlib
 import inspect
-import math
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from types import ModuleType
 from typing import Any, Self
 
@@ -20,6 +20,9 @@ from minillm.overrides import OverrideError, Parts, Used, register
 from . import reference
 from .compositions import COMPOSITIONS, Compositions
 from .signatures import OPERATIONS, AttentionOptions, Rows
+
+# What an attention function that takes tensors gets by keyword.
+OPTION_NAMES = ("max_queries", *(field.name for field in fields(AttentionOptions)))
 
 
 def names() -> tuple[str, ...]:
@@ -78,28 +81,23 @@ def _with_options(name: str, function: Callable) -> Callable:
 def _takes_rows(name: str, function: Callable) -> bool:
     """Whether an attention function takes `Rows`, not tensors and keywords; True if that is unknown."""
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return True
-    kinds = [each.kind for each in parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds and "lengths" not in parameters:
-        return True
-    named = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
-    takes_rows = "lengths" not in parameters and not named & {*kinds}
+    parameters = signature.parameters
+    kinds = {each.kind for each in parameters.values()}
+    by_name = {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+    takes_rows = "lengths" not in parameters and (inspect.Parameter.VAR_POSITIONAL in kinds or not kinds & by_name)
     tensors = 5 if name == "prefill_attention" else 4
-    free = () if takes_rows else ("max_queries", *AttentionOptions.__dataclass_fields__)
-    required = [
-        each.name
-        for each in parameters.values()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
-    most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else sum(kind not in named for kind in kinds)
-    if len([each for each in required if each not in free]) > (4 if takes_rows else tensors) or most < 4:
+    named = {} if takes_rows else {each: None for each in OPTION_NAMES if each in parameters}
+    try:
+        signature.bind(*range(4 if takes_rows else tensors), **named)
+    except TypeError as error:
         more = ", query_start, *, max_queries" if tensors == 5 else ", *"
         raise OverrideError(
             f"{name} cannot be a function of ({', '.join(parameters)}): it is called as {name}(q, cache, rows, "
             f"options) with an `ops.Rows`, or as {name}(q, cache, block_table, lengths{more}, scale, ...)"
-        )
+        ) from error
     return takes_rows
 
 

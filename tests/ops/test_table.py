@@ -132,7 +132,10 @@ OTHER_ARGUMENTS = {
         lambda q, keys, values, table, lens: q,
         lambda q, cache, *, scale: q,
     ],
-    "prefill_attention": [lambda q, cache, block_table, lengths, query_start, max_queries, options: q],
+    "prefill_attention": [
+        lambda q, cache, block_table, lengths, query_start, max_queries, options: q,
+        lambda q, cache, block_table, lengths, *, max_queries, scale: q,
+    ],
 }
 
 

@@ -137,6 +137,7 @@ MALFORMED = {
     "a question's arguments": framed(b'["Ask",0,["Decode"]]'),
     "unknown facts": framed(b'["Hello",{"config":{}},null]'),
     "half a number": framed(b'["Deltas",[]]', b"1234"),
+    "nested too deeply": framed(b"[" * 100_000),
 }
 
 

@@ -36,7 +36,7 @@ from minillm.quantization import (
     int4,
 )
 
-from ..shared.held_out import HeldOut
+from ..shared import held_out
 
 STEP_ROWS = 4  # rows of text that `Quality` reads at once: larger tensors are new memory in every step
 
@@ -275,21 +275,11 @@ class Found:
     @property
     def error(self) -> float:
         """The standard error of that mean."""
-        return standard_error(self.rows)
+        return held_out.mean(self.rows)[1]
 
     def over(self, other: "Found") -> tuple[float, float]:
-        """The ratio of this divergence to the other's, and its standard error.
-
-        Rows are compared in pairs: one that is hard for one format is hard for the other. The standard error of a ratio
-        of means is that of the mean of `own - ratio * other`, divided by the other mean (the delta method).
-        """
-        ratio = self.divergence / other.divergence
-        return ratio, standard_error(self.rows - ratio * other.rows) / other.divergence
-
-
-def standard_error(values: Tensor) -> float:
-    """Of the mean of values [n]."""
-    return (values.std() / len(values) ** 0.5).item()
+        """The ratio of this divergence to the other's, and its standard error: see `held_out.ratio`."""
+        return held_out.ratio(self.rows, other.rows)
 
 
 def report(rows: Mapping[str, Found]) -> None:
@@ -315,7 +305,7 @@ class Quality:
         starts = torch.linspace(0, len(ids) - length, rows).long().tolist()
         stretches = [[*tokenizer.prefix, *ids[start:]][:length] for start in starts]
         self.single = load_model(dtype="float32", device="cpu")
-        self.parts = [HeldOut(self._in_float32(), part) for part in torch.tensor(stretches).split(STEP_ROWS)]
+        self.parts = [held_out.HeldOut(self._in_float32(), part) for part in torch.tensor(stretches).split(STEP_ROWS)]
 
     def measure(self) -> Found:
         """How good the engine's model is now."""

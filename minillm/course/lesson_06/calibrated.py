@@ -307,20 +307,12 @@ class Distance:
     @property
     def error(self) -> float:
         """The standard error of the mean: rows of text differ."""
-        return _standard_error(self.rows)
+        return held_out.mean(self.rows)[1]
 
     def removed(self, base: "Distance") -> tuple[float, float]:
-        """% of the base's divergence that is gone, and the standard error of that.
-
-        Rows are compared in pairs: what makes a row of text hard for one model makes it hard for the other. So the
-        standard error is that of a ratio of means (the delta method): 0 if each row keeps the same share.
-        """
-        kept = self.mean / base.mean
-        return 100 * (1 - kept), 100 * _standard_error(self.rows - kept * base.rows) / base.mean
-
-
-def _standard_error(values: Tensor) -> float:
-    return (values.std() / len(values) ** 0.5).item()
+        """% of the base's divergence that is gone, and the standard error of that: see `held_out.ratio`."""
+        kept, error = held_out.ratio(self.rows, base.rows)
+        return 100 * (1 - kept), 100 * error
 
 
 class HeldOut(held_out.HeldOut):

@@ -63,9 +63,10 @@ def mean(rows: Tensor) -> tuple[float, float]:
 
 
 def ratio(rows: Tensor, base: Tensor) -> tuple[float, float]:
-    """The mean of rows / that of base, and its standard error (to first order).
+    """The mean of rows / that of base, and its standard error (to first order: the delta method).
 
-    Rows are compared in pairs: what makes a row of text hard for one model makes it hard for the other.
+    Rows are compared in pairs: what makes a row of text hard for one model makes it hard for the other. So the error is
+    that of the mean of `rows - ratio * base`, divided by base's mean: 0 if each row has the same ratio.
     """
     times = (rows.mean() / base.mean()).item()
     return times, _standard_error(rows - times * base) / base.mean().item()

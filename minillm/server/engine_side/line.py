@@ -4,6 +4,7 @@ import math
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -97,7 +98,7 @@ class Shared:
     soon: Callable[[Callable[[], None]], None]
 
 
-class Line:
+class Line(ABC):
     """The choices that run for one worker; a mailbox for `AsyncLLM`. A subclass sends its messages to the worker.
 
     reads_text: whether all text is encoded and decoded here.
@@ -110,9 +111,9 @@ class Line:
         self._clients: Counter[str | None] = Counter()  # jobs of each
         self._lock = threading.Lock()
 
+    @abstractmethod
     def send(self, message: FromEngine) -> None:
         """Send a message to the worker, without waiting; on any thread."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Abort what runs: the worker is gone."""

@@ -9,6 +9,7 @@ import itertools
 import logging
 import socket
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -112,7 +113,7 @@ def _changed(given: SamplingParams | RequestOptions) -> dict:
     return {field.name: value for field, value in pairs if value != field.default}
 
 
-class EngineClient:
+class EngineClient(ABC):
     """Submits requests to an engine and assembles their choices; a subclass exchanges the messages with it."""
 
     facts: EngineFacts
@@ -127,13 +128,13 @@ class EngineClient:
         self._given_up = False
 
     @property
+    @abstractmethod
     def alive(self) -> bool:
         """Return whether messages reach the engine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _send(self, message: FromWorker) -> None:
         """Send a message to the engine. Raises EngineGone."""
-        raise NotImplementedError
 
     # ---- what the HTTP side uses
 
