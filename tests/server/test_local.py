@@ -7,13 +7,17 @@ import threading
 import httpx
 import pytest
 
+from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
 from minillm.server.engine_side.line import Line
 from minillm.server.local import LocalServedEngine
-from minillm.server.wire import Alive
+from minillm.server.wire import Alive, Deltas, numbers_of
 from minillm.server.worker.app import create_app
+from minillm.server.worker.choice import Choice, Prompt
 from minillm.server.worker.scrape import Counted
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
+
+pytestmark = pytest.mark.timeout(TIMEOUT)  # the transport has none
 
 GREEDY = {"prompt": "The river", "max_tokens": 8, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Who keeps the lighthouse?"}], "max_tokens": 6}
@@ -145,5 +149,22 @@ def test_a_second_event_loop_is_refused(engine):
     async def work(client, served):
         assert (await client.get("/health")).status_code == 200
         await asyncio.to_thread(lambda: asyncio.run(second_loop(served)))
+
+    local(engine, work)
+
+
+def test_once_closed_a_stop_string_loses_nothing_of_its_message(engine):
+    """The end of the requests may still be on its way to the loop."""
+    token = engine.tokenizer.encode("e", add_special_tokens=False)[-1]
+    params = SamplingParams(stop=engine.tokenizer.decode([token]).strip())
+
+    async def work(client, served):
+        queues = [asyncio.Queue(), asyncio.Queue()]
+        for key, queue in enumerate(queues):
+            served._choices[key] = Choice(key, Prompt([5]), engine.tokenizer, params), queue
+        served._closed = True
+        served.receive(Deltas([], numbers_of([0, token, 1, token])))
+        for queue in queues:
+            assert queue.get_nowait()[1].finish_reason == "stop"
 
     local(engine, work)

@@ -181,6 +181,22 @@ def test_a_second_signal_at_any_point_of_stopping_ends_the_grace():
     assert sent == [{"op": "stop", "grace": 0}]
 
 
+def test_closing_waits_for_the_thread_that_watches_the_workers(monkeypatch):
+    ended = []
+
+    def watch(workers):
+        workers._closed.wait()
+        time.sleep(0.1)
+        ended.append(True)
+
+    monkeypatch.setattr(Workers, "_watch", watch)
+    workers = Workers(None, 0, grace=0, hang_timeout=300)
+    workers.start(connect=lambda sock: None)
+    assert not ended
+    workers.close()
+    assert ended
+
+
 @pytest.mark.parametrize("sign", ["SIGTERM", *only_in_proofs("SIGINT")])
 def test_a_second_signal_stops_at_once_and_tells_the_clients(model_directory, sign):
     """The grace period is longer than the test's timeout, and the stream is endless."""
