@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from minillm.bench.workloads import Workload
 from minillm.calibration.names import named
 from minillm.folders import DATA
 from tools import quantized_real_model
@@ -72,3 +73,28 @@ def test_it_measures_methods_and_caches_and_writes_a_record(tmp_path, monkeypatc
     assert rows["int4-g32"]["code_bytes"] == 8 * rows["int4-g32"]["scale_bytes"]
     assert (rows["gptq"]["calibration_rows"], rows["int8"]["calibration_rows"]) == (2, 0)
     assert found["rounded"] == "" and found["text_sha256"] != found["calibration_sha256"]
+
+
+def test_a_method_that_fails_leaves_the_other_rows(tmp_path, monkeypatch, capsys):
+    record = tmp_path / "record.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(quantized_real_model, "WINDOW", 128)
+    words = [str(DATA / "tiny-gemma"), "--quick", "--only", "int4-g48", "--only", "int8", "--record", str(record)]
+    monkeypatch.setattr("sys.argv", ["quantized_real_model.py", *words])
+    assert quantized_real_model.main() == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "not measured: int4-g48"
+    rows = json.loads(record.read_text(encoding="utf-8"))["results"]
+    assert [row["quantization"] for row in rows] == ["stored", "bfloat16", "int8"]
+
+
+def test_speed_is_measured_in_the_engine(monkeypatch):
+    monkeypatch.setattr(quantized_real_model, "SPEEDS", (2,))
+    monkeypatch.setattr(quantized_real_model, "REPEAT", 1)
+    short = Workload("single_2_3_x1", 1, (2, 2), (3, 3))
+    monkeypatch.setattr(quantized_real_model.workloads, "WORKLOADS", {short.name: short})
+    run = quantized_real_model.Run.__new__(quantized_real_model.Run)
+    run.results, run.save = [], lambda results: None
+    run.speed("cache-int8", DATA / "tiny-gemma", kv_cache_dtype="int8", device="cpu")
+    (row,) = run.results
+    assert (row["requests"], row["output_tokens"], row["kv_cache_dtype"]) == (2, 6, "int8")
+    assert row["output_tokens_per_s"] == pytest.approx(6 / row["runs"][0], rel=0.05)
