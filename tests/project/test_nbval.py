@@ -17,7 +17,7 @@ SOURCE = """\
 # %%
 import os, sys
 print("a noise that differs:", os.getpid(), file=sys.stderr)
-print("the same")
+print("the same, 0.05895")
 
 # %% tags=["nbval-ignore-output"] uncompared="a time, or here what differs like one"
 print(os.getpid())
@@ -51,7 +51,29 @@ def out_of_order(cells):
     cells[2:] = reversed(cells[2:])
 
 
-CHANGES = (unchanged, changed_number, stripped_output, other_code, out_of_order)
+def other_last_digit(cells):
+    _reprint(cells[0], "0.05895", "0.05896")
+
+
+def other_digits(cells):
+    _reprint(cells[0], "0.05895", "0.05897")
+
+
+def _reprint(cell, old: str, new: str):
+    (printed,) = (output for output in cell.outputs if output.name == "stdout")
+    assert old in printed.text
+    printed.text = printed.text.replace(old, new)
+
+
+CHANGES = (
+    unchanged,
+    changed_number,
+    stripped_output,
+    other_code,
+    out_of_order,
+    other_last_digit,
+    other_digits,
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +116,12 @@ def test_each_notebook_runs_whole_and_in_order_in_one_process(runs):
 @pytest.mark.proof
 def test_noise_and_times_are_not_compared(runs):
     assert outcomes(runs["unchanged"]) == ["PASSED"] * 4
+
+
+@pytest.mark.proof
+def test_the_last_digit_of_a_decimal_number_depends_on_the_processor(runs):
+    assert outcomes(runs["other_last_digit"]) == ["PASSED"] * 4
+    assert outcomes(runs["other_digits"]) == ["FAILED", *["SKIPPED"] * 3]
 
 
 @pytest.mark.proof
