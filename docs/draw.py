@@ -14,6 +14,7 @@ from pathlib import Path
 from minillm import LLM, SamplingParams
 from minillm.bench import batching, offline, plots, records, waste, workloads
 from minillm.bench.load import other_load
+from minillm.course.shared import real_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
@@ -24,6 +25,7 @@ BUSY = ("cpu/busy-machine", "cpu/busy-machine-16")
 BATCHING = ("cpu/batching", "h200/batching")  # those that exist are shown
 GPU, GPU_PEER, START = "h200/gemma-2b-bf16", "h200/vllm-h200", "h200/start"
 QUANTIZATION, LOSSES = "h200/quantization", "cpu/quantization"
+REAL = real_model.RECORD
 FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200/vllm-fp8kv-and-families-h200"
 CACHE_SPEED = "h200/cache-speed"
 SERVING, SERVING_PEER = "h200/serving", "h200/vllm-server-h200"
@@ -170,6 +172,53 @@ def quantization_figures() -> str:
         f"{len(record['results'][0]['runs'])} runs. Record: [{QUANTIZATION}](data/results/{QUANTIZATION}.json)."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
+
+
+def real_figures() -> str:
+    """The table of what quantization costs a trained model, and of its speeds."""
+    record, gains = records.read(REAL), real_model.gains()
+    counts = list(gains["bfloat16"])
+    lines = [
+        "| method | MB | bits a weight | KL, millinats | 95% interval | perplexity | tokens/s, "
+        + ", ".join(f"{count:,}" for count in counts)
+        + " at once |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in real_model.quality().items():
+        low, high = (f"{1000 * end:.2f}" for end in row["kl_interval"])
+        losses = f"{1000 * row['kl']:.2f} | {low} to {high} | {100 * row['perplexity_loss']:+.2f}%"
+        if name == "stored":
+            losses = f"0 | | {row['perplexity']:.2f}"
+        bits = f"{row['bits_per_weight']:.2f}" if "bits_per_weight" in row else ""
+        size = f"{row['bytes'] / 1e6:.0f}" if "bytes" in row else ""
+        speed = ", ".join(f"{gains[name][count]:.2f}" for count in counts) if name in gains else ""
+        shown = f"{name} (simulated)" if row["simulated"] else name
+        lines.append(f"| {shown} | {size} | {bits} | {losses} | {speed} |")
+    text = (
+        f"SmolLM2-135M-Instruct on one {record['machine']['gpu']}: KL and perplexity in float32 on {record['windows']} "
+        f"windows of {record['window']} tokens of the lessons' prose, compared with the model as `minillm download` "
+        "stores it; calibrated on other pages of the project. Intervals are of the mean over windows. Rows named "
+        "cache-... change only keys and values. Speeds are multiples of bfloat16's, with inputs of 128 and outputs of "
+        "256 tokens, in bfloat16: the model is small, and the largest gain is "
+        f"{max(max(each.values()) for each in gains.values()):.2f} times. The weights had been rounded to "
+        f"{record['rounded']} before, so rows below {real_model.FEW_BITS} bits compare methods, and do not say what "
+        f"rounding the original model costs. Record: [{REAL}](data/results/{REAL}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
+def real_in_short() -> str:
+    """The README's sentences about a trained model."""
+    rows = real_model.quality()
+    loss = {name: f"{100 * row['perplexity_loss']:.1f}%" for name, row in rows.items()}
+    text = (
+        f"On a trained model, SmolLM2-135M-Instruct, int8 weights raise perplexity by {loss['int8']}, and int8 weights "
+        f"and activations by {loss['w8a8']}; rotating the model first lowers the KL divergence of the latter from "
+        f"{1000 * rows['w8a8']['kl']:.1f} to {1000 * rows['w8a8-rotate']['kl']:.1f} millinats. In 4 bits, perplexity "
+        f"rises by {loss['int4']} with plain rounding and by {loss['awq']} with AWQ (of weights that had been rounded "
+        "to four bits before): [all methods](docs/measurements.md#quantization-of-a-trained-model)."
+    )
+    return "\n".join([*wrapped(text), ""])
 
 
 def fp8_pairs() -> dict[str, tuple[list[float], float]]:
@@ -389,6 +438,8 @@ FIGURES = {  # by the names of their blocks in the pages
     "batching": batching_figures,
     "GPU figures": gpu_figures,
     "quantization": quantization_figures,
+    "real model": real_figures,
+    "real model in short": real_in_short,
     "fp8": fp8_figures,
     "cache": cache_figures,
     "serving": serving_figures,

@@ -45,6 +45,9 @@ RECORDS = {
         "trace-overhead": "python tools/trace_overhead.py --record",
         "triton": "python tools/triton_server.py --record",
     },
+    "h100": {
+        "quantized-smollm2-135m": "python tools/quantized_real_model.py smollm2-135m --speed-within 120 --record",
+    },
     "h200": {
         "ablation": f"minillm bench ablation {GEMMA} --json",
         "batching": f"minillm bench batching {GEMMA} --repeat 7 --json",

@@ -1,0 +1,55 @@
+"""What docs/measurements.md says about SmolLM2's record, and what else it shows clearly."""
+
+import pytest
+
+from minillm.course.shared import real_model
+from tools import quantized_real_model
+
+
+@pytest.fixture(scope="module")
+def kl():
+    return {name: row["kl"] for name, row in real_model.quality().items()}
+
+
+def clearly_less(*names: str) -> bool:
+    """Whether the intervals of these methods follow one another without touching."""
+    ends = [end for name in names for end in real_model.quality()[name]["kl_interval"]]
+    return ends == sorted(ends)
+
+
+def test_the_record_has_every_method_and_cache_on_48_windows():
+    rows = real_model.quality()
+    caches = (*quantized_real_model.CACHES, *quantized_real_model.SMALL_CACHES)
+    assert list(rows) == ["stored", "bfloat16", *quantized_real_model.METHODS, *caches]
+    assert {row["requests"] for row in rows.values()} == {quantized_real_model.WINDOWS} == {48}
+    assert {"bfloat16", "int8", "int4", "w8a8", "fp8"} <= real_model.gains().keys()
+
+
+def test_what_eight_and_four_bits_lose(kl):
+    tiny = real_model.tiny_kl()
+    assert clearly_less("int8", "int8+int8", "int4-g32-zeros") and kl["int8+int8"] < 0.01
+    assert 50 < kl["int4"] / tiny["int4"] < 150
+    assert kl["int4-g32-zeros"] < kl["int4-g32"] < kl["int4"]
+
+
+def test_awq_is_ahead_of_gptq_and_both_of_rounding(kl):
+    assert clearly_less("awq", "gptq", "int4") and clearly_less("awq-g32", "gptq-g32", "int4-g32")
+    gained = kl["int4"] - kl["int4-g32"]
+    assert gained < min(kl["int4"] - kl["awq"], kl["int4"] - kl["gptq"])
+
+
+def test_who_survives_outliers(kl):
+    for name in ("smoothquant", "w8a8-rotate"):
+        assert clearly_less(name, "w8a8") and kl[name] < kl["w8a8"] / 2
+    assert clearly_less("fp8-static", "w8a8-static") and kl["fp8-static"] < 2 * kl["fp8"]
+    assert kl["w8a8-static"] == max(kl[name] for name in kl if name.startswith(("w8a8", "smooth", "fp8", "int8")))
+    assert kl["w4a8"] == pytest.approx(kl["awq"], rel=0.15)
+
+
+def test_how_small_a_cache_may_be(kl):
+    assert clearly_less("cache-int8", "cache-fp8", "cache-4-channel", "cache-4", "cache-2")
+    assert kl["cache-4-channel"] < kl["cache-4"] / 2 and min(kl["cache-2"], kl["cache-2-channel"]) > 1
+
+
+def test_how_fp4_compares_with_int4_of_its_size(kl):
+    assert clearly_less("nvfp4", "int4-g32") and kl["mxfp4"] > 0.95 * kl["int4"]
