@@ -15,6 +15,6 @@ def defined():
 
     def define(source, kind: str) -> dict:
         cells = [cell.source for cell in lesson.convert(source, kind).cells if cell.cell_type == "code"]
-        return earlier.definitions(cells, source.stem)
+        return earlier.definitions(cells, source.stem)[0]
 
     return define

@@ -52,6 +52,20 @@ FAULTS = (
         "tests/course/grading/test_earlier.py -k wrong_or_missing",
     ),
     Fault(
+        "a solution that uses a variable of its own cell is refused by lesson 99",
+        "minillm/course/grading/earlier.py",
+        "return constant or (in_exercise and",
+        "return constant or (False and",
+        "tests/course/grading/test_earlier.py -k variable_of_its_own_cell",
+    ),
+    Fault(
+        "a solved order of the queue is lost if the sharing was skipped",
+        "minillm/course/grading/earlier.py",
+        "if order is None and share is None:",
+        "if order is None or share is None:",
+        "tests/course/grading/test_earlier.py -k supplies_what_was_skipped",
+    ),
+    Fault(
         "a waiting row is drawn as idle",
         "minillm/course/lesson_10/timeline.py",
         "states[row : row + 1, first:end] = WAITS",

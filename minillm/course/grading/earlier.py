@@ -1,14 +1,14 @@
-"""What a learner wrote in earlier lessons, read from the notebooks next to the current one.  Lesson 99.
+"""What a learner wrote, read from the saved notebooks next to the current one, and from the current one.  Lesson 99.
 
     mine = earlier.written()
     with minillm.using(**mine.parts) as used: ...
 
-Only a notebook's definitions are run: imports, functions, classes and CONSTANTS. A part is taken if it passes the check
-of its exercise; otherwise the engine's own stays.
+Only a notebook's definitions are run: imports, functions, classes and CONSTANTS, and every simple assignment in an
+exercise's cell. A part is taken if it passes the check of its exercise; otherwise the engine's own stays.
 """
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError, MissingPackage
+from minillm.kv_cache.layer_cache import LayerCache
+from minillm.overrides import NotSolvedYet
+from minillm.scheduler.policies import FirstComeFirstServed
 
 from ..lesson_06 import calibrated
 from ..shared import adapters, checks, interpret
@@ -26,27 +29,37 @@ from . import submission
 from .submission import Names
 
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+RAISED = "it raised "  # begins what `checks` says of an exception
 
 
-def definitions(cells: Sequence[str], name: str) -> Names:
-    """What cells of code define. name: of the lesson, for error messages.
+def definitions(cells: Sequence[str], name: str, exercises: Collection[int] = ()) -> tuple[Names, dict[str, str]]:
+    """What cells of code define, and the errors of definitions that failed, by the names that they would have bound.
 
-    A cell that is not Python is left out, and so is a definition that fails, such as one that needs a variable.
+    name: of the lesson, for error messages. exercises: the numbers, from 0, of exercises' cells; assignments to names
+    are kept there too, since a solution may need them. A cell that is not Python is left out.
     """
     every, _ = submission.statements(cells, name)
-    return submission.run([each for each in every if _defines(each.node)], name)[0]
+    return submission.run([each for each in every if _defines(each.node, each.cell in exercises)], name)
 
 
-def _defines(node: ast.stmt) -> bool:
-    constant = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    return isinstance(node, DEFINITIONS) or (constant and node.targets[0].id.isupper())  # type: ignore[attr-defined]
+def _defines(node: ast.stmt, in_exercise: bool) -> bool:
+    """Whether a statement is kept: a definition, a CONSTANT, or an assignment to names in an exercise's cell."""
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        targets = [node.target]
+    else:
+        return isinstance(node, DEFINITIONS)
+    constant = isinstance(targets[0], ast.Name) and targets[0].id.isupper()
+    return constant or (in_exercise and all(isinstance(each, ast.Name | ast.Tuple | ast.List) for each in targets))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the engine that earlier exercises replace.
+    """A part of the engine that exercises replace.
 
-    lesson: its number. exercises: all must be right. adapt: makes `using`'s arguments from a notebook's definitions.
+    lesson: its number. exercises: all must be right. adapt: makes `using`'s arguments from a notebook's definitions,
+    or "order" and "share", which a policy is made of. needs_triton: whether the part is a Triton kernel.
     """
 
     what: str
@@ -57,30 +70,50 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Written:
-    """parts: for `using` while serving. quantizer: for `using` while quantizing. whose: {what a part does: by whom}."""
+class Notebook:
+    """names: what a notebook defines. errors: why a definition failed, by the name that it would have bound."""
 
-    parts: dict[str, Callable]
+    names: Names
+    errors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a learner wrote.
+
+    plain, kernels: for `using` while serving, without Triton kernels and only these. quantizer: for `using` while
+    quantizing. whose: {what a part does: by whom}.
+    """
+
+    plain: dict[str, Callable]
+    kernels: dict[str, Callable]
     quantizer: dict[str, Callable]
     whose: dict[str, str]
+
+    @property
+    def parts(self) -> dict[str, Callable]:
+        """All for `using` while serving; where a kernel and another function replace the same part, the kernel does."""
+        return self.plain | self.kernels
 
 
 def written(folder: Path | None = None) -> Written:
     """Everything that the notebooks in `folder` (default: where this runs) contribute to one running engine."""
     folder = folder or Path.cwd()
     triton = has_triton()
-    found: dict[str, Callable] = {}
-    whose, read = {}, dict[str, Names | None]()
+    plain: dict[str, Callable] = {}
+    kernels: dict[str, Callable] = {}
+    whose, read = {}, dict[str, Notebook | None]()
     for part in PARTS:
         if part.lesson not in read and (triton or not part.needs_triton):
             read[part.lesson] = _read(folder, part.lesson)
-        names = read.get(part.lesson)
-        problem = "triton does not run here" if part.needs_triton and not triton else _problem(part, names)
-        if problem is None and names is not None:
-            found |= part.adapt(names)
+        notebook = read.get(part.lesson)
+        problem = "triton does not run here" if part.needs_triton and not triton else _problem(part, notebook)
+        if problem is None and notebook is not None:
+            (kernels if part.needs_triton else plain).update(part.adapt(notebook.names))
         whose[f"{part.what} (lesson {part.lesson})"] = "yours" if problem is None else f"the engine's: {problem}"
-    quantizer = {name: found.pop(name) for name in ("gptq",) if name in found}
-    return Written(found, quantizer, whose)
+    quantizer = {name: plain.pop(name) for name in ("gptq",) if name in plain}
+    plain |= _policy(plain.pop("order", None), plain.pop("share", None))
+    return Written(plain, kernels, quantizer, whose)
 
 
 def has_triton() -> bool:
@@ -92,31 +125,46 @@ def has_triton() -> bool:
     return True
 
 
-def _read(folder: Path, lesson: str) -> Names | None:
-    """The definitions of a lesson's notebook; None if it is not there, or is no notebook."""
+def _read(folder: Path, lesson: str) -> Notebook | None:
+    """What a lesson's notebook defines; None if it is not there, or is no notebook."""
     path = min(folder.glob(f"{lesson}_*.ipynb"), key=lambda path: len(path.name), default=None)  # copies are longer
     if path is None:
         return None
     try:
-        cells = nbformat.read(path, as_version=4).cells
+        cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     except Exception:  # nbformat raises many kinds
         return None
-    return definitions([cell.source for cell in cells if cell.cell_type == "code"], path.stem)
+    exercises = {place for place, cell in enumerate(cells) if "exercise" in cell.metadata.get("tags", [])}
+    return Notebook(*definitions([cell.source for cell in cells], path.stem, exercises))
 
 
-def _problem(part: Part, names: Names | None) -> str | None:
+def _problem(part: Part, notebook: Notebook | None) -> str | None:
     """Why a part cannot be taken, in a few words; None if it can."""
-    if names is None:
+    if notebook is None:
         return "no readable notebook of that lesson here"
     for exercise in part.exercises:
-        candidate = names.get(exercise)
+        candidate = notebook.names.get(exercise)
         if candidate is None:
-            return f"{exercise} is not defined there"
-        if not all(solved(each) for each in (candidate, names.get(f"{exercise}_kernel", abs))):
+            error = notebook.errors.get(exercise)
+            return f"{exercise} is not defined there" + (f": {_advised(error)}" if error else "")
+        if not all(solved(each) for each in (candidate, notebook.names.get(f"{exercise}_kernel", abs))):
             return f"{exercise} is not solved yet"
-        if failed := [each.name for each in checks.find(exercise).examine(candidate) if each.problem]:
-            return f"{exercise} fails its check ({failed[0]})"
+        try:
+            failed = [each for each in checks.find(exercise).examine(candidate) if each.problem]
+        except NotSolvedYet as stub:  # of another function, which this one calls
+            return f"{exercise} needs {stub}, which is not solved yet"
+        if failed:
+            said = str(failed[0].problem).splitlines()[0]
+            raised = f": {_advised(said)}" if said.startswith(RAISED) else ""
+            return f"{exercise} fails its check ({failed[0].name}){raised}"
     return None
+
+
+def _advised(error: str) -> str:
+    """An error in words, with the way out if a name is missing: only some of a notebook's names are read."""
+    if "NameError" not in error:
+        return error
+    return f"{error}; move what it needs into the cell of the exercise"
 
 
 def _gated_activation(names: Names) -> dict[str, Callable]:
@@ -141,17 +189,32 @@ def _prefill(names: Names) -> dict[str, Callable]:
     return {"prefill_attention": adapters.gathered(names["cached_attention"])["prefill_attention"]}
 
 
-def _policy(names: Names) -> dict[str, Callable]:
-    def share(self: Any, pending: Any, budget: int) -> Any:
-        return names["share_budget"](pending, budget)
+def _decode(names: Names) -> dict[str, Callable]:
+    def decode_attention(
+        q: Tensor, cache: LayerCache, block_table: Tensor, lengths: Tensor, *, scale: float, **options: Any
+    ) -> Tensor:
+        k, v = (part[block_table].flatten(1, 2) for part in (cache.k, cache.v))
+        return names["batched_attention"](q.squeeze(1), k, v, lengths.clamp(min=1), scale).unsqueeze(1)
 
-    return {"policy": type("Policy", (names["PatientShortest"],), {"share": share})}
+    return {"decode_attention": decode_attention}
+
+
+def _policy(order: Any, share: Any) -> dict[str, Callable]:
+    """A policy with the learner's order, sharing or both, if there is one of them; the rest is the engine's."""
+    if order is None and share is None:
+        return {}
+
+    def shared(self: Any, pending: Any, budget: int) -> Any:
+        return share(pending, budget)
+
+    return {"policy": type("Policy", (order or FirstComeFirstServed,), {} if share is None else {"share": shared})}
 
 
 PARTS = (
     Part("tokenizer's merges", "01", ("bpe_merge",), lambda names: {"bpe_merge": names["bpe_merge"]}),
     Part("norm", "00", ("rms_norm",), lambda names: {"rms_norm": names["rms_norm"]}),
     Part("attention of prompts", "02", ("cached_attention",), _prefill),
+    Part("attention of decode steps", "99", ("batched_attention",), _decode),
     Part("kernel of the activation", "03", ("geglu",), _gated_activation, needs_triton=True),
     Part("kernel of add and norm", "03", ("add_row_norm",), _add_rms_norm, needs_triton=True),
     Part(
@@ -163,5 +226,6 @@ PARTS = (
     ),
     Part("quantizer", "06", ("gptq",), lambda names: {"gptq": calibrated.gptq_part(names["gptq"])}),
     Part("block pool", "09", ("MyPrefixPool",), lambda names: {"block_pool": names["MyPrefixPool"]}),
-    Part("policy", "10", ("PatientShortest", "share_budget"), _policy),
+    Part("order of the queue", "10", ("PatientShortest",), lambda names: {"order": names["PatientShortest"]}),
+    Part("sharing of a step", "10", ("share_budget",), lambda names: {"share": names["share_budget"]}),
 )

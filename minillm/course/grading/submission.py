@@ -36,10 +36,11 @@ _REVEALING |= {"__eq__", "__ne__", "__bool__", "__getattribute__", "__torch_func
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement at the top level of a cell. file: the cell's name in error messages."""
+    """A statement at the top level of a cell. file: the cell's name in error messages. cell: its number, from 0."""
 
     node: ast.stmt
     file: str
+    cell: int = 0
 
     @property
     def binds(self) -> set[str]:
@@ -71,7 +72,7 @@ def statements(cells: Sequence[str], name: str) -> tuple[list[Statement], dict[s
             broken[cell] = SyntaxError(str(error) or type(error).__name__)
             continue
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads kernels' sources
-        found += [Statement(node, file) for node in nodes]
+        found += [Statement(node, file, count - 1) for node in nodes]
     return found, broken
 
 

@@ -1,10 +1,12 @@
 """Lesson 99: what a learner wrote in earlier notebooks replaces parts of the engine, if it is right."""
 
 import nbformat
+import numpy as np
 import pytest
 
 from minillm import LLM, SamplingParams, using
 from minillm.course.grading import earlier
+from minillm.scheduler.policies import FirstComeFirstServed
 
 MERGES = next(part for part in earlier.PARTS if part.exercises == ("bpe_merge",))
 RIGHT = """
@@ -21,8 +23,12 @@ WRONG = "def bpe_merge(symbols, ranks):\n    return list(symbols)"
 STUB = "def bpe_merge(symbols, ranks):\n    # Your turn\n    raise NotSolvedYet('bpe_merge')"
 
 
-def notebook(folder, name, *cells):
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells]), folder / name)
+def notebook(folder, name, *cells, exercises=()):
+    """exercises: the numbers of the cells that are tagged as such."""
+    made = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    for place in exercises:
+        made[place].metadata.tags = ["exercise"]
+    nbformat.write(nbformat.v4.new_notebook(cells=made), folder / name)
 
 
 @pytest.fixture
@@ -102,16 +108,132 @@ def test_the_quantizer_is_kept_apart(tmp_path, monkeypatch):
 
 def test_only_definitions_run():
     cells = ["import math\nprint(1 / 0)", "%timeit 1", "SIZE = 3\nlow = 4", "def f():\n    return SIZE", "BAD = 1 / 0"]
-    names = earlier.definitions(cells, "a lesson")
+    names, errors = earlier.definitions(cells, "a lesson")
     assert {"math", "SIZE", "f"} <= names.keys() and not {"low", "BAD"} & names.keys()
-    assert names["f"]() == 3
+    assert names["f"]() == 3 and errors["BAD"].startswith("ZeroDivisionError")
 
 
-def test_the_sharing_of_lesson_10_goes_into_its_policy():
-    class Order:
-        def key(self, request):
-            return 0.0
+def test_of_an_exercises_cell_assignments_to_names_are_kept():
+    cells = [
+        "low = 4\na.b = 5",
+        "low = 6",
+        "one, (two, three) = 1, [2, 3]\nfour: int = 4\nfive: int\nlow += 1\nx[0] = 7",
+    ]
+    names, errors = earlier.definitions(cells, "a lesson", exercises={0, 2})
+    assert [names[each] for each in ("low", "one", "two", "three", "four")] == [4, 1, 2, 3, 4]
+    assert errors == {} and not {"five", "x"} & names.keys()
 
-    names = {"PatientShortest": Order, "share_budget": lambda pending, budget: [budget]}
-    made = earlier._policy(names)["policy"]()
-    assert made.share([1], 5) == [5] and made.key(None) == 0.0
+
+HELPED = "far = 10**9\n" + RIGHT.replace("10**9", "far")
+
+
+def test_a_solution_may_use_a_variable_of_its_own_cell(tmp_path, only_merges):
+    notebook(tmp_path, "01_tokenization.ipynb", HELPED, exercises=[0])
+    assert whose(tmp_path)[1] == "yours"
+
+
+def test_a_variable_that_was_not_read_is_named_with_the_way_out(tmp_path, only_merges):
+    notebook(tmp_path, "01_tokenization.ipynb", *HELPED.split("\n", 1), exercises=[1])
+    text = whose(tmp_path)[1]
+    assert "bpe_merge fails its check (the example): it raised NameError: name 'far' is not defined" in text
+    assert text.endswith("; move what it needs into the cell of the exercise")
+
+
+def test_a_definition_that_failed_says_why(tmp_path, only_merges):
+    notebook(tmp_path, "01_tokenization.ipynb", RIGHT.replace("symbols, ranks)", "symbols, ranks, far=far)"))
+    text = whose(tmp_path)[1]
+    assert text.startswith("the engine's: bpe_merge is not defined there: NameError: name 'far' is not defined")
+
+
+def test_another_exception_is_named_without_that_advice(tmp_path, only_merges):
+    notebook(tmp_path, "01_tokenization.ipynb", "def bpe_merge(symbols, ranks):\n    return symbols.no_such_thing")
+    text = whose(tmp_path)[1]
+    assert "it raised AttributeError: 'list' object has no attribute" in text and "move" not in text
+
+
+def test_a_solution_that_calls_a_stub_names_the_stub(tmp_path, only_merges):
+    cells = ["def helper():\n    raise NotSolvedYet('helper')", "def bpe_merge(symbols, ranks):\n    return helper()"]
+    notebook(tmp_path, "01_tokenization.ipynb", "from minillm.course import NotSolvedYet", *cells)
+    assert whose(tmp_path)[1] == "the engine's: bpe_merge needs helper, which is not solved yet"
+
+
+ORDER = """
+class PatientShortest(FirstComeFirstServed):
+    def __init__(self, patience=4.0):
+        self.patience = patience
+
+    def key(self, request):
+        return len(request.prompt) + self.patience * request.arrival
+"""
+ORDER_STUB = "class PatientShortest(FirstComeFirstServed):\n    def key(self, r):\n        raise NotSolvedYet('key')"
+SHARE = """
+def share_budget(pending, budget):
+    counts = np.zeros_like(pending)
+    for row in np.argsort(pending > 1, kind="stable"):
+        counts[row] = min(pending[row], budget)
+        budget -= counts[row]
+    return counts
+"""
+SHARE_STUB = "def share_budget(pending, budget):\n    raise NotSolvedYet('share_budget')"
+IMPORTS = """
+import numpy as np
+from minillm.course import NotSolvedYet
+from minillm.scheduler.policies import FirstComeFirstServed
+"""
+
+
+@pytest.mark.parametrize("order", [True, False])
+@pytest.mark.parametrize("share", [True, False])
+def test_the_engine_supplies_what_was_skipped_of_a_policy(tmp_path, monkeypatch, order, share):
+    monkeypatch.setattr(earlier, "PARTS", [part for part in earlier.PARTS if part.lesson == "10"])
+    monkeypatch.setattr(earlier.interpret, "triton_here", lambda: "interpreted")
+    cells = [ORDER if order else ORDER_STUB, SHARE if share else SHARE_STUB]
+    notebook(tmp_path, "10_inflight_batching.ipynb", IMPORTS, *cells)
+    found = earlier.written(tmp_path)
+    assert list(found.whose.values()) == [
+        "yours" if order else "the engine's: PatientShortest is not solved yet",
+        "yours" if share else "the engine's: share_budget is not solved yet",
+    ]
+    if not (order or share):
+        assert found.parts == {}
+        return
+    policy = found.parts["policy"]()
+    engines = FirstComeFirstServed()
+    asked = type("Asked", (), {"prompt": [1] * 10, "arrival": 3})
+    assert policy.key(asked) == (22 if order else 3)
+    assert (type(policy).share is not type(engines).share) == share
+    pending = np.array([5, 1, 6], np.int32)
+    assert policy.share(pending, 8).tolist() == engines.share(pending, 8).tolist()
+
+
+ATTENTION = """
+import torch
+
+def batched_attention(q, k, v, lengths, scale):
+    group = q.shape[1] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    unseen = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
+    v = v.masked_fill(unseen[:, :, None, None], 0)
+    scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
+    weights = scores.masked_fill(unseen[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("rhk,rkhd->rhd", weights, v)
+"""
+
+
+def test_the_attention_of_lesson_99_serves_and_a_kernel_takes_its_place(tmp_path, monkeypatch):
+    kernel = earlier.Part("kernel", "99", (), lambda names: {"decode_attention": max}, needs_triton=True)
+    mine = [part for part in earlier.PARTS if part.lesson == "99"]
+    monkeypatch.setattr(earlier, "PARTS", [kernel, *mine])
+    monkeypatch.setattr(earlier.interpret, "triton_here", lambda: "interpreted")
+    notebook(tmp_path, "99_serve_and_benchmark.ipynb", ATTENTION)
+    found = earlier.written(tmp_path)
+    assert found.parts == {"decode_attention": max} == found.kernels
+    with LLM(device="cpu", num_blocks=32, dtype="float64") as llm:
+        prompts, greedy = (
+            ["Fenwick lies on", "Once upon a time there was a"],
+            SamplingParams(max_tokens=6, temperature=0),
+        )
+        before = [each.token_ids for each in llm.generate(prompts, greedy)]
+        with using(**found.plain) as used:
+            assert [each.token_ids for each in llm.generate(prompts, greedy)] == before
+    assert used.calls["decode_attention"] > 0
