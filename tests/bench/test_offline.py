@@ -117,6 +117,7 @@ def test_both_engines_are_given_the_same_work(saved):
     assert ours == peer.generate(REQUESTS)
 
 
+@pytest.mark.proof
 def test_ctranslate2_runs_the_same_weights_and_lengths_and_has_a_ratio_of_its_own():
     peer = peers.CTranslate2Generate(TINY_GEMMA)
     others = peers.TransformersGenerate(TINY_GEMMA)

@@ -218,6 +218,7 @@ def test_planted_outliers_change_no_output_and_reach_every_product(held_out, out
         other.advance(after)
 
 
+@pytest.mark.proof
 def test_smoothquant_and_rotation_each_undo_planted_outliers(held_out, outliers, tmp_path):
     eight_bits = Recipe({"layers.*": Int8(Activations("int8"))})
     without = divergence(load_model(dtype="float32", recipe=eight_bits), held_out)

@@ -103,6 +103,7 @@ def perplexities():
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_perplexity_grows_by_at_most_a_hundredth(perplexities, name):
     assert 0.99 < perplexities[name] / perplexities["auto"] <= 1.01

@@ -25,6 +25,7 @@ from minillm.model.loader import EMBEDDED
 from minillm.model.saver import save_model
 from minillm.tokenizer import Tokenizer
 from tests import models
+from tests.proofs import only_in_proofs
 
 MODULE = sys.modules["minillm.evaluate.compare"]
 
@@ -115,7 +116,7 @@ def test_answers_to_different_questions_cannot_be_paired():
         paired_loss([True] * 2, [True] * 3)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["int8", *only_in_proofs("fp8")])
 def test_8_bit_weights_lose_at_most_a_hundredth_of_perplexity(name, reference, tmp_path):
     exact = reference.divergence(load_model(dtype="float32"))
     found = reference.divergence(quantized(tmp_path, Method(name)))
@@ -123,7 +124,7 @@ def test_8_bit_weights_lose_at_most_a_hundredth_of_perplexity(name, reference, t
     assert found.perplexity < 1.01 * exact.perplexity
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["int8", *only_in_proofs("fp8")])
 def test_a_quantized_cache_loses_at_most_a_hundredth_of_perplexity(name, reference):
     exact = reference.divergence(load_model(dtype="float32"))
     found = reference.divergence(load_model(dtype="float32", kv_cache_dtype=name))
@@ -225,6 +226,7 @@ def test_a_comparison_may_read_only_the_texts_first_tokens(quick):
     assert torch.equal(part.reference.rows[0][0, :101], whole.reference.rows[0][0, :101])
 
 
+@pytest.mark.proof
 def test_of_several_calibrations_the_median_is_the_result(quick):
     _, int4, fp8, w8a8 = compare(["int4", "fp8-static", "w8a8-rotate"], limit=8, seeds=3, device="cpu")
     assert quick == [0, 0, 1, 2, 0, 1, 2], "int4 has neither a calibration nor random signs to repeat"

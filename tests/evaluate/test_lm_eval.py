@@ -164,6 +164,7 @@ def test_greedy_continuations_of_several_tokens_are_recognized(ours, theirs):
     assert [greedy for _, greedy in theirs.loglikelihood(requests, disable_tqdm=True)] == [True, False]
 
 
+@pytest.mark.proof
 def test_rolling_log_likelihoods_are_those_of_transformers(ours, theirs):
     texts = [("Once upon a time there was a tailor.",), (load_text()[:10_000],), ("<bos>Hobmoor",)]
     requests = asked("loglikelihood_rolling", *texts)

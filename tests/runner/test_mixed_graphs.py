@@ -199,6 +199,7 @@ def test_head_sizes_without_an_attention_kernel_get_no_such_graphs(tmp_path):
         assert len(llm.generate(PROMPTS, SamplingParams(**PLAIN))) == 3
 
 
+@pytest.mark.proof
 def test_warm_up_captures_every_shape_largest_first(small):
     small.warm_up()
     graphs = small.engine.executor.runner.graphs

@@ -244,6 +244,7 @@ def open_files() -> set[tuple]:
     return found
 
 
+@pytest.mark.proof
 @pytest.mark.explore
 def test_two_hundred_disconnecting_clients_leak_nothing(model_directory, monkeypatch):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=8)

@@ -15,7 +15,6 @@ import pytest
 from minillm.server import logs
 from minillm.server.access import Access
 from minillm.server.logs import HELD, JsonLines, Unhurried
-from tests.proofs import only_in_proofs
 from tests.server.processes import serving
 from tests.waiting import TIMEOUT, wait_until
 
@@ -167,7 +166,8 @@ def test_an_output_that_fails_loses_the_message_and_no_later_one(monkeypatch, ca
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can make a pipe small")
-@pytest.mark.parametrize("form, announced", [("json", "stderr"), *only_in_proofs(("text", "stdout"))])
+@pytest.mark.proof
+@pytest.mark.parametrize("form, announced", [("json", "stderr"), ("text", "stdout")])
 def test_a_server_whose_log_nobody_reads_goes_on_and_stops(model_directory, form, announced):
     """All of its processes write to pipes that are full."""
     fcntl = pytest.importorskip("fcntl")

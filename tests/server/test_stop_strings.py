@@ -257,7 +257,7 @@ def test_a_stop_string_may_span_several_byte_tokens(http, long_engine):
 @pytest.mark.explore
 def test_workers_stop_where_the_engine_would(http, long_engine):
     rng, cases = random.Random(SEED + 4), []
-    for seed in range(100):
+    for seed in range(30):
         body = SAMPLED | {"seed": seed, "max_tokens": rng.choice([5, 20, 40])}
         prompt = rng.choice(["The river", "A stone", "Once"])
         text = alone(long_engine, prompt, **body).text
@@ -270,7 +270,7 @@ def test_workers_stop_where_the_engine_would(http, long_engine):
     for (_, body, expected), (texts, ids, reasons, usage) in zip(cases, answers, strict=True):
         assert (texts, ids, reasons) == ([expected.text], [expected.token_ids], [expected.finish_reason]), body
         assert usage["completion_tokens"] == len(expected.token_ids)
-    assert sum(len(expected.token_ids) < body["max_tokens"] for _, body, expected in cases) > 50
+    assert sum(len(expected.token_ids) < body["max_tokens"] for _, body, expected in cases) > 15
 
 
 # ---- the socket

@@ -116,6 +116,7 @@ def test_a_killed_engine_is_replaced_and_clients_are_told(own_model):
     assert "the engine is back" in errors
 
 
+@pytest.mark.proof
 def test_a_stuck_engine_is_replaced_and_all_processes_end_with_their_owner(model_directory):
     with serving(model_directory, "--hang-timeout", "5", *UNBOUNDED) as (process, url):
         before, engine = workers_of(process), engine_of(process)

@@ -15,7 +15,6 @@ from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import MissingPackage
 from minillm.server import running
 from minillm.server.supervisor.fleet import Workers
-from tests.proofs import only_in_proofs
 from tests.server.processes import serving, started
 from tests.waiting import TIMEOUT, idle, paused_steps, wait_until
 
@@ -318,7 +317,8 @@ def test_workers_exit_with_the_engine_process_however_it_dies(model_directory, t
         socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
 
 
-@pytest.mark.parametrize("by", ["manager", *only_in_proofs("terminal")])
+@pytest.mark.proof
+@pytest.mark.parametrize("by", ["manager", "terminal"])
 def test_serve_stops_on_ctrl_c_and_on_sigterm(model_directory, by):
     with serving(model_directory, "--workers", "2") as (process, url):
         body = ENDLESS | {"max_tokens": 20}  # finishes quickly, well within the grace period

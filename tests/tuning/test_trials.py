@@ -12,6 +12,7 @@ from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.plan import Plan
 from tests import models
 from tests.emulated_graphs import emulated_graphs
+from tests.proofs import only_in_proofs
 
 trials = pytest.importorskip("minillm.tuning.trials", reason="triton is not installed here")
 from minillm.kernels import launch_configs, paged_attention, single_row  # noqa: E402
@@ -69,7 +70,7 @@ def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(run
 
 @interpreted
 @torch.inference_mode()
-@pytest.mark.parametrize("tokens, kernel", [(16, "prefill_attention"), (64, "gathered_attention")])
+@pytest.mark.parametrize("tokens, kernel", [(16, "prefill_attention"), *only_in_proofs((64, "gathered_attention"))])
 def test_prefill_is_tuned_as_whole_prompts_run_it(tokens, kernel, runner, monkeypatch):
     monkeypatch.setattr(trials, "graph_seconds", lambda calls: 1.0)
     default = paged_attention.AttentionConfig(32, 32, 4, 1)
@@ -104,6 +105,7 @@ def test_the_fastest_launch_is_found_round_by_round(runner):
     assert (found.default_seconds, found.seconds, found.refused) == (1.0, 0.4, {})
 
 
+@pytest.mark.proof
 @interpreted
 @torch.inference_mode()
 def test_a_launch_that_is_barely_faster_changes_nothing(runner):
@@ -131,7 +133,7 @@ def test_a_launch_that_was_fast_only_once_changes_nothing(runner):
 
 @interpreted
 @torch.inference_mode()
-@pytest.mark.parametrize("fault", ["wrong", "too large"])
+@pytest.mark.parametrize("fault", ["wrong", *only_in_proofs("too large")])
 def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
