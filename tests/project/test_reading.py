@@ -1,7 +1,8 @@
-"""docs/reading.md: every file and name in it exists, and the core that it lists stays small."""
+"""docs/reading.md and docs/left_out.md: every name in them exists, and the core that is listed stays small."""
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.project.makefile import ROOT
 
 PAGE = ROOT / "docs" / "reading.md"
 TEXT = PAGE.read_text(encoding="utf-8")
+LEFT_OUT = (ROOT / "docs" / "left_out.md").read_text(encoding="utf-8")
 MOST_LINES = 2_800  # of code in the core
 LINK = re.compile(r"\]\(\.\./([^)#]+)\)")
 NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
@@ -31,9 +33,11 @@ def core() -> list[tuple[str, list[str], str]]:
 
 
 def members(tree: ast.Module) -> set[str]:
-    """The functions and classes of a module, its classes' methods and fields as Class.name."""
+    """The functions, classes and constants of a module, its classes' methods and fields as Class.name."""
     found = set()
     for node in tree.body:
+        if isinstance(node, ast.Assign):
+            found |= {ast.unparse(target) for target in node.targets}
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
@@ -64,6 +68,27 @@ def test_what_to_read_and_to_skip_is_in_the_file(path, names, lesson):
     assert any(int(lesson) in each for each in lessons), f"{path} is explained in {module.splitlines()[0]}"
 
 
+def imported(tree: ast.Module, path: str) -> set[str]:
+    """The files that a module may import when it runs: with `from .a import b`, both a.py and a/b.py."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            package = Path(path).parts[: -node.level] if node.level else ()
+            module = Path(*package, *(node.module or "").split("."))
+            found |= {f"{each.as_posix()}.py" for each in (module, *(module / name.name for name in node.names))}
+    return found
+
+
+def test_a_file_of_the_core_imports_nothing_from_those_below_it():
+    paths = [path for path, *_ in core()]
+    below = {path: imported(parsed(path), path) & set(paths[place:]) for place, path in enumerate(paths)}
+    assert not {path: files for path, files in below.items() if files}
+    assert imported(parsed("minillm/runner/runner.py"), "minillm/runner/runner.py") & set(paths)
+
+
 def test_every_name_that_the_page_mentions_exists():
     files = {path for path, *_ in core()} | {path for path in LINK.findall(TEXT) if path.endswith(".py")}
     everywhere = set().union(*(members(parsed(path)) for path in files))
@@ -75,6 +100,16 @@ def test_every_name_that_the_page_mentions_exists():
 
 def arguments(node: ast.AST) -> list[ast.arg]:
     return node.args.args + node.args.kwonlyargs if isinstance(node, ast.FunctionDef) else []
+
+
+@pytest.mark.parametrize("section", LEFT_OUT.split("\n## ")[1:], ids=lambda section: section.splitlines()[0])
+def test_what_the_course_leaves_out(section):
+    """Each subject has the engine's names for it, a lesson where it would go, and a source with its year."""
+    files = [path for path in LINK.findall(section) if path.endswith(".py")]
+    assert set(NAME.findall(section)) <= set().union(*(members(parsed(path)) for path in files))
+    engine, lesson, read = re.split(r"\n\* \*\*(?:Lesson|Read):\*\* ", section[section.index("* **The engine** ") :])
+    assert engine and list((ROOT / "notebooks").glob(f"{lesson[:2]}_*.ipynb"))
+    assert re.match(r"[A-Z].* \d{4}, \*[^*]+\*", read)
 
 
 def test_the_core_stays_small():
@@ -92,6 +127,8 @@ def test_each_room_says_what_belongs_there_and_what_does_not(file):
     assert re.search(r"belongs? (in )?here\b.* do(es)? not\b", text) or file.parent.name == "from_vllm", text
 
 
-def test_the_readme_leads_to_it_on_its_first_screen():
-    first_screen = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40]
-    assert "docs/reading.md" in "\n".join(first_screen)
+def test_the_readme_leads_to_it():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "docs/left_out.md" in readme
+    assert "docs/reading.md" in "\n".join(readme.splitlines()[:40])
+    assert re.findall(r"the core is (\d+) files", readme) == [str(len(core()))]
