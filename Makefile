@@ -81,7 +81,7 @@ lab: $(READY)
 	$(BIN)/jupyter lab --notebook-dir lab $(ARGS)
 
 notebooks: $(READY)
-	$(BIN)/python -m minillm.course.making.build notebooks $(NOTEBOOK)
+	$(BIN)/python -m minillm.course.making.build notebooks $(NOTEBOOK) $(ARGS)
 
 # Triton's Python backend needs numpy 1, so Triton has an environment of its own, made by the same Python.
 build/triton/venv/.installed: tools/triton/requirements.txt | $(READY)

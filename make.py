@@ -7,6 +7,7 @@
     python make.py lab --allow-root --ip 0.0.0.0  the same in a container: JupyterLab gets the options
     python make.py site                           the course as a site to read, in build/site
     python make.py notebooks                      rebuild and execute the notebooks
+    python make.py notebooks 09 --busy            those of lesson 09, although other programs run meanwhile
     python make.py setup --torch-index URL        only the environment, torch from that index
     python make.py demo --dry-run                 print the commands
 
@@ -53,7 +54,7 @@ def marked(marker: str) -> list[str]:
 
 
 def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
-    """What to run for a target, once the environment is there. more: JupyterLab's options."""
+    """What to run for a target, once the environment is there. more: words for JupyterLab, or for the builder."""
     build = [PYTHON, "-m", "minillm.course.making.build"]
     variables, pytest = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *IN_PARALLEL]
     notebooks = ("--nbval", "--nbval-current-env")
@@ -62,7 +63,7 @@ def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
         "demo": [({}, [*build, "demo"])],
         "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), "lab", "--notebook-dir", "lab", *more])],
         "site": [({}, [PYTHON, "tools/build_site.py"])],
-        "notebooks": [({}, [*build, "notebooks"])],
+        "notebooks": [({}, [*build, "notebooks", *more])],
         "test": [(variables, [*pytest, *notebooks, "-m", "not proof"])],
         "proofs": [(variables, [*pytest, *notebooks, *marked("proof"), "notebooks", "-m", "proof"])],
     }[name]
@@ -82,7 +83,7 @@ def main() -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
     given, more = parser.parse_known_args()
-    if more and given.target != "lab":
+    if more and given.target not in ("lab", "notebooks"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     os.chdir(ROOT)
     todo = [] if is_ready() else setup(given.torch_index)

@@ -1,12 +1,15 @@
 """Building a source into an executed notebook, a report and a learner's copy."""
 
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from nbclient.exceptions import CellExecutionError
 from nbformat import v4
 
+from minillm.bench import load
+from minillm.cores import FREE
 from minillm.course.making import build
 
 SOURCE = """\
@@ -139,3 +142,70 @@ def test_an_error_in_a_cell_stops_the_build(tmp_path):
 def test_an_unknown_lesson_error_lists_the_available_ones():
     with pytest.raises(ValueError, match="99_serve_and_benchmark"):
         build.sources(["77"])
+
+
+def building(monkeypatch, folder: Path, used: float | None) -> None:
+    """A lesson's source in a folder of its own. While it is executed, other programs use this many cores."""
+    found = load.OtherLoad(0.0)
+
+    def execute(notebook, *options, **environment):
+        found.cores = used
+        return notebook
+
+    @contextmanager
+    def measured():
+        at_the_end = load.OtherLoad()
+        yield at_the_end
+        at_the_end.cores = found.cores
+
+    monkeypatch.setattr(build, "execute", execute)
+    monkeypatch.setattr(build, "other_load", measured)
+    monkeypatch.setattr(build, "ROOT", folder)
+    monkeypatch.setattr(build, "NOTEBOOKS", folder / "notebooks")
+    monkeypatch.setattr(build, "CLEAN", folder / "notebooks" / "clean")
+    path = folder / "notebooks" / "source" / "98_trial.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("# %%\nprint(1)\n")
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ipynb"))
+
+
+EVERY = [f"notebooks/{each}98_trial.ipynb" for each in ("", "clean/", "solutions/")]
+
+
+def test_a_notebook_that_was_executed_on_a_busy_machine_is_not_written(monkeypatch, tmp_path, capsys):
+    building(monkeypatch, tmp_path, 0.21)
+    with pytest.raises(SystemExit) as refused:
+        build.main(["notebooks", "98"])
+    assert not written(tmp_path)
+    for part in ("notebooks/98_trial.ipynb", "0.21 cores", "more than 0.2 ", "--busy"):
+        assert part in str(refused.value)
+    build.main(["notebooks", "98", "--busy"])
+    assert written(tmp_path) == EVERY
+
+
+@pytest.mark.parametrize("used", [0.0, FREE, None])
+def test_a_quiet_machine_and_one_that_does_not_say_write_notebooks(monkeypatch, tmp_path, capsys, used):
+    building(monkeypatch, tmp_path, used)
+    build.main(["notebooks"])
+    assert written(tmp_path) == EVERY
+
+
+WORKING = r"""# %%
+import subprocess, sys, time
+
+work = "import time\nwhile time.process_time() < 0.5: pass"
+_ = subprocess.run([sys.executable, "-c", work], check=True)
+while time.process_time() < 0.5:
+    pass
+"""
+
+
+def test_the_time_of_the_kernel_and_its_children_is_no_other_programs(tmp_path):
+    """It is this process's own as soon as the notebook is executed, which is when others' time is measured."""
+    (tmp_path / "98_trial.py").write_text(WORKING)
+    before = load._own_seconds()
+    build.execute(build.convert(tmp_path / "98_trial.py"), tmp_path)
+    assert load._own_seconds() - before >= 1.0

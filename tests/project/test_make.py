@@ -57,8 +57,11 @@ def test_its_twin_in_python_runs_the_same_commands(target, tmp_path):
     assert made in ([], set_up), "the environment is there, or is made by the Makefile's commands"
 
 
-def test_jupyterlabs_options_are_passed_on_and_other_targets_have_none():
+def test_jupyterlabs_and_the_builders_options_are_passed_on_and_other_targets_have_none():
     twin = [sys.executable, ROOT / "make.py", "--dry-run"]
+    built = subprocess.check_output([*twin, "notebooks", "09", "--busy"], text=True).splitlines()[-1]
+    assert built.endswith("making.build notebooks 09 --busy")
+    assert built == commands("notebooks", "NOTEBOOK=09", "ARGS=--busy")[-1].strip()
     printed = subprocess.check_output([*twin, "lab", "--allow-root", "--ip", "0.0.0.0"], text=True)
     assert printed.endswith("jupyter lab --notebook-dir lab --allow-root --ip 0.0.0.0\n")
     refused = subprocess.run([*twin, "demo", "--allow-root"], capture_output=True, text=True)

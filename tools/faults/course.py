@@ -73,6 +73,14 @@ FAULTS = (
         "tests/course/lesson_10/test_timeline.py -k row_waits",
     ),
     Fault(
+        "other programs are measured before a notebook is executed, not meanwhile",
+        "minillm/course/making/build.py",
+        "    with other_load() as others:  # ends after the kernel, whose time is this process's from then on\n"
+        "        notebook =",
+        "    with other_load() as others:\n        pass\n    notebook =",
+        "tests/project/test_build.py -k busy_machine",
+    ),
+    Fault(
         "a corrected lesson replaces a copy that the learner changed",
         "minillm/course/making/lab.py",
         "(path.name in copied and _held(path) == copied[path.name])",

@@ -2,6 +2,9 @@
 
 A source is a script, `notebooks/source/NN_name.py`, in the format of `lesson.py`. Timings are in cells tagged
 `nbval-ignore-output`, whose `uncompared` says why. `make demo` prints the output of cells tagged `terminal`.
+
+Timings from a busy machine would contradict the text around them, so a notebook is not written if other programs ran
+while its cells did. `--busy` writes it all the same: for a lesson without timings.
 """
 
 import argparse
@@ -17,6 +20,8 @@ from pathlib import Path
 from nbclient import NotebookClient
 from nbformat import NotebookNode, read, write
 
+from minillm.bench.load import other_load
+from minillm.cores import FREE
 from minillm.errors import ConfigError, MinillmError
 
 from . import lab
@@ -27,6 +32,7 @@ NOTEBOOKS = ROOT / "notebooks"
 CLEAN = NOTEBOOKS / "clean"  # without outputs
 DEMO = "99_serve_and_benchmark"
 CELL_SECONDS = 600
+QUIET = FREE  # cores that other programs may use, on average, while a notebook is executed
 NO_ALTERNATIVE = "No description has been provided for this image"  # written by nbconvert
 # Code, which may contain dollars, comes first: a formula in it is text.
 _CODE_OR_FORMULA = re.compile(
@@ -34,6 +40,10 @@ _CODE_OR_FORMULA = re.compile(
     r"|\$\$(?P<block>.+?)\$\$|\$(?!\s)(?P<inline>[^$\n]*(?:\n[^$\n]+)*?)(?<![\s\\])\$(?!\d)",
     re.DOTALL | re.MULTILINE,
 )
+
+
+class BusyMachine(MinillmError, RuntimeError):
+    """Other programs ran while a notebook was executed, so its timings are wrong."""
 
 
 def execute(notebook: NotebookNode, folder: Path, started: Callable | None = None, **environment: str) -> NotebookNode:
@@ -67,14 +77,22 @@ def target(source: Path, kind: str) -> Path:
     return folder / f"{source.stem}.ipynb"
 
 
-def build(source: Path, kind: str) -> Path:
+def build(source: Path, kind: str, busy: bool = False) -> Path:
     """Write one of a lesson's notebooks, executed on the CPU tier, and return its path.
 
-    The learner's is also written without outputs, for download.
+    The learner's is also written without outputs, for download. busy: other programs may run meanwhile. Raises
+    BusyMachine, with nothing written, if they did and may not.
     """
     path = target(source, kind)
     path.parent.mkdir(exist_ok=True)
-    notebook = execute(convert(source, kind), path.parent, MINILLM_TIER="cpu")
+    with other_load() as others:  # ends after the kernel, whose time is this process's from then on
+        notebook = execute(convert(source, kind), path.parent, MINILLM_TIER="cpu")
+    if not busy and others.cores is not None and others.cores > QUIET:
+        raise BusyMachine(
+            f"{path.relative_to(ROOT)} is not written: while its cells ran, other programs used {others.cores:.2f} "
+            f"cores on average, and more than {QUIET} falsify its timings. Build it again when they have ended; "
+            "--busy builds a lesson that has no timings"
+        )
     write(notebook, path)
     if kind == LEARNER:
         CLEAN.mkdir(exist_ok=True)
@@ -188,6 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     notebooks = commands.add_parser("notebooks", help="execute sources into notebooks/")
     notebooks.add_argument("names", nargs="*", help="first characters of lessons' names; default: all")
+    notebooks.add_argument("--busy", action="store_true", help="write lessons although other programs run meanwhile")
     commands.add_parser("demo", help="run the last lesson, print its table, leave a report")
     commands.add_parser("lab", help="copy notebooks to lab/ for a learner to change, or bring the copies up to date")
     options = parser.parse_args(arguments)
@@ -203,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
             for source in sources(options.names):
                 for kind in (LEARNER, SOLUTION):
                     begin = time.perf_counter()
-                    path = build(source, kind).relative_to(ROOT)
+                    path = build(source, kind, options.busy).relative_to(ROOT)
                     print(f"{path}  {time.perf_counter() - begin:.0f} s", flush=True)
         except MinillmError as error:
             sys.exit(str(error))
