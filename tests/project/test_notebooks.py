@@ -4,6 +4,7 @@ import ast
 import base64
 import copy
 import io
+import itertools
 import json
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from matplotlib import image
 
 from minillm.bench import batching, records
 from minillm.course.making import build, lab, lesson
+from minillm.course.shared import figures
 from tools import lesson_minutes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,11 +219,13 @@ def test_no_cell_shows_an_error_or_a_warning(notebook):
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
 
 
-def test_every_figure_has_a_text_alternative(notebook):
-    outputs = [output for cell in code(notebook) for output in cell.outputs]
-    figures = [each for each in outputs if "image/png" in each.get("data", {})]
-    short = [each.data["text/plain"] for each in figures if len(each.metadata.get("image/png", {}).get("alt", "")) < 30]
-    assert not short, "end the cell with describe()"
+def test_every_figure_has_a_caption_and_a_text_alternative_that_points_to_it(notebook):
+    for cell in code(notebook):
+        for figure, below in itertools.pairwise([*cell.outputs, nbformat.from_dict({})]):
+            if "image/png" in figure.get("data", {}):
+                words = below.get("data", {}).get("text/plain", "")
+                assert len(words) >= 30 and below.data == figures.caption(words), "end the cell with describe()"
+                assert figure.metadata["image/png"]["alt"] == figures.ALTERNATIVE
 
 
 def test_a_lesson_states_the_minutes_that_its_sections_take(learners_source):

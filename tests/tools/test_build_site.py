@@ -83,7 +83,7 @@ def test_a_prediction_is_not_called_a_solution():
 def test_figures_have_their_text_alternatives():
     solved = notebook("x", SOLUTION)
     picture = v4.new_output("display_data", data={"image/png": ""}, metadata={"image/png": {"alt": "two bars"}})
-    solved.cells[1].outputs = [picture]
+    solved.cells[1].outputs = [picture, picture]
     shown = lessons.merged(notebook("x", STUB), solved).cells[2].metadata["mystnb"]
     assert shown["image"]["alt"] == "two bars" and shown["code_prompt_show"]
 

@@ -81,6 +81,13 @@ FAULTS = (
         "tests/project/test_build.py -k busy_machine",
     ),
     Fault(
+        "a figure's caption swallows what looks like a tag",
+        "minillm/course/shared/figures.py",
+        "html.escape(words))",
+        "words)",
+        "tests/course/shared/test_figures.py",
+    ),
+    Fault(
         "a corrected lesson replaces a copy that the learner changed",
         "minillm/course/making/lab.py",
         "(path.name in copied and _held(path) == copied[path.name])",

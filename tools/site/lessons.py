@@ -37,7 +37,7 @@ def _shown(task: NotebookNode, cell: NotebookNode) -> list[NotebookNode]:
 
 
 def _alternatives(cell: NotebookNode) -> list[str]:
-    """The text alternatives of a cell's figures."""
+    """The different text alternatives of a cell's figures."""
     figures = [output for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
     found = [figure.metadata.get("image/png", {}).get("alt") for figure in figures]
-    return [text for text in found if text]
+    return [text for text in dict.fromkeys(found) if text]
