@@ -11,11 +11,12 @@ from _pytest.mark import ParameterSet
 from minillm.course import check
 from minillm.course.making import build, lesson
 from minillm.course.shared import checks
-from tests.course import mutants
+from tests.course import mutants, unusual
 
 checks.every()
-for module in pkgutil.iter_modules(mutants.__path__, f"{mutants.__name__}."):
-    import_module(module.name)
+for package in (mutants, unusual):
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        import_module(module.name)
 
 WRITTEN = {f"lesson_{source.stem[:2]}": source for source in build.sources([])}
 EXERCISES = [  # of the modules lesson_09.checks, lesson_09.checks_keys, ...
@@ -62,6 +63,11 @@ def test_a_mutant_fails_exactly_the_property_it_names(mutant):
     else:
         assert list(found) == [mutant.fails], found
     assert "it raised" not in found[mutant.fails]
+
+
+@pytest.mark.parametrize("solution", unusual.UNUSUAL, ids=lambda each: f"{each.exercise}: {each.candidate.__name__}")
+def test_a_right_but_unusual_solution_is_accepted(solution):
+    assert problems(checks.find(solution.exercise), solution.candidate) == {}
 
 
 def test_every_exercise_has_at_least_three_mutants_and_every_property_at_least_one():

@@ -4,7 +4,7 @@ from numbers import Integral
 
 import torch
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, assert_int, assert_list
 
 SECONDS = 10  # for a property; a correct solution needs milliseconds
 
@@ -137,7 +137,7 @@ def _(function):
 )
 def _(function):
     found = function(_counting, [4, 5], 3, 99)
-    assert isinstance(found, list), f"expected a list, got {type(found).__name__}"
+    assert_list(found, "ints")
     kinds = {type(each).__name__ for each in found if not isinstance(each, Integral)}
     assert not kinds, f"expected ints in the list, got {', '.join(sorted(kinds))}"
     before = list(found)
@@ -181,12 +181,25 @@ def _(function):
 
 @step_work.property("more tokens: more operations", "each token has numbers of its own to multiply")
 def _(function):
-    for rows, columns in ((2, 3), (256_000, 2048), (4099, 4099)):  # the head of Gemma 2B; a count not exact in float32
-        one = _pair(function([(rows, columns, 1)], 4))[1]
-        for tokens in (10, 3000):
-            given, wanted = f"{rows:,} rows, {columns:,} columns", tokens * one
-            many = _pair(function([(rows, columns, tokens)], 4))[1]
-            assert many == wanted, f"{given}: one token takes {one} operations, {tokens} take {wanted}; got {many}"
+    one = _pair(function([(2, 3, 1)], 4))[1]
+    for tokens in (10, 3000):
+        wanted, many = tokens * one, _pair(function([(2, 3, tokens)], 4))[1]
+        assert many == wanted, f"one token takes {one} operations, {tokens} take {wanted}; got {many}"
+
+
+@step_work.property(
+    "large counts are exact",
+    "int32 ends at 2,147,483,647, and float32 rounds whole numbers above 16,777,216: count in Python's own ints",
+)
+def _(function):
+    for rows, columns in ((256_000, 20_480), (4099, 4099)):
+        narrow, wide = (_pair(function([(rows, each, 1)], 4)) for each in (1, columns))
+        wanted = narrow[0] * columns, narrow[1] * columns
+        assert wide == wanted, (
+            f"{rows:,} rows: one column gives {narrow}, so {columns:,} columns give {wanted}; got {wide}"
+        )
+    for what, count in zip(("bytes", "operations"), _pair(function([A], 4)), strict=True):
+        assert_int(count, f"the {what} of {[A]}")
 
 
 @step_work.property("each matrix has its own number of tokens", "the third number belongs to its matrix alone")
@@ -204,6 +217,11 @@ def _(function):
         found = _pair(function(list(matrices), 4))
         assert found == without, f"{[A]} gives {without}, and {matrices} must give the same; got {found}"
     assert _pair(function([(7, 5, 0)], 4)) == (0, 0), "a step without tokens has no work: expected (0, 0)"
+    try:
+        found = _pair(function([], 4))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise AssertionError(f"no matrices, an empty list: expected (0, 0), got a {type(error).__name__}") from None
+    assert found == (0, 0), f"no matrices, an empty list: expected (0, 0), got {found}"
 
 
 @step_work.property("smaller numbers: fewer bytes, as many operations", "count operations from the numbers, not bytes")
@@ -253,6 +271,7 @@ def _(function):
     _equal(function(1, 4, 8, 31), 7, "31 operations a second: 0.5 s of reading, 0.0645 s a token")
     _equal(function(1, 4, 4.2e12, 7.66e14), 364, "4 bytes per number, 4.2 TB/s and 766 T operations/s")
     _equal(function(1, 4, 2.5, 31), 24, "31 operations and 2.5 bytes a second: 1.6 s of reading, 0.0645 s a token")
+    assert_int(function(1, 4, 2.5, 31), "the same")
 
 
 @free_batch.property(
@@ -261,9 +280,9 @@ def _(function):
 def _(function):
     for tokens in (512, 10_001):
         rate = 4 * tokens + 1  # a quarter of a token is left over: rounding errors decide nothing
-        _equal(
-            function(1, 4, 8, rate), tokens, f"{rate:,} operations a second: 0.5 s of reading, {2 / rate:.2g} s a token"
-        )
+        found = function(1, 4, 8, rate)
+        if found != tokens + 1:  # rounding up has a property of its own
+            _equal(found, tokens, f"{rate:,} operations a second: 0.5 s of reading, {2 / rate:.2g} s a token")
 
 
 @free_batch.property("slow arithmetic leaves no room", "0 is an answer: one token may already take longer than reading")

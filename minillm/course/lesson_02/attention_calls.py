@@ -83,7 +83,7 @@ def assert_later_hidden(
     """The query just before a key does not change when that key and all after it, up to `length`, do."""
     slots = capacity or length
     v = normal(slots, 1, DIM, seed=2)
-    for q, k, later in _seen_and_later(queries, slots):
+    for q, k, later, scores in _seen_and_later(queries, slots):
         before = attend(q, k, v, 0.5)
         for key in first_hidden:
             k2, v2 = k.clone(), v.clone()
@@ -91,17 +91,23 @@ def assert_later_hidden(
             past = slice(0, key - (length - queries))
             after = attend(q, k2, v2, 0.5)
             assert same(after[past], before[past]), (
-                f"the output of query {past.stop - 1} of {queries} changed when keys from {key} on did"
+                f"the output of query {past.stop - 1} of {queries} changed when keys from {key} on did{scores}"
                 + (f" (length {length}, capacity {capacity})" if slots > length else "")
             )
 
 
-def _seen_and_later(queries: int, keys: int) -> list[tuple[Tensor, Tensor, float]]:
-    """Queries, keys, and what to put into keys that a query must not see.
+def _seen_and_later(queries: int, keys: int) -> list[tuple[Tensor, Tensor, float, str]]:
+    """Queries, keys, what to put into keys that a query must not see, and the scores in words.
 
     Random ones; then scores of 20,000 next to -20,000; then of -4e31, below what replaces -inf in some programs, and
     within float32.
     """
     ones = torch.ones(queries, 1, DIM, dtype=torch.float64)
-    low = [(ones, torch.full((keys, 1, DIM), -number, dtype=torch.float64), number) for number in (5000.0, 1e31)]
-    return [(normal(queries, 1, DIM), normal(keys, 1, DIM, seed=1), 3.0), *low]
+    low = [
+        (ones, torch.full((keys, 1, DIM), -number, dtype=torch.float64), number, f": its own keys score -{said}, {why}")
+        for number, said, why in (
+            (5000.0, "20,000", "later ones 20,000, and a softmax over both gives its own a weight of 0"),
+            (1e31, "4e31", "which is lower than -1e9 or -1e30"),
+        )
+    ]
+    return [(normal(queries, 1, DIM), normal(keys, 1, DIM, seed=1), 3.0, ""), *low]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, assert_int
 from .attention_calls import (
     DIM,
     LONG,
@@ -91,8 +91,8 @@ def _(function):
 
 
 LATER = (
-    "a key with j > i must get a weight of exactly 0, whatever the others score; a large negative number in place of "
-    "its score is not enough when the visible scores are lower still. Which number is lower than every score?"
+    "a key with j > i must get a weight of exactly 0, whatever it or the others score: hide its score, before the "
+    "softmax. Which number is lower than every score?"
 )
 
 
@@ -379,6 +379,12 @@ def _(function):
             k[5:], v[5:] = left_k, left_v
             after = attend(q, k, v, 0.5)
             assert same(after, before), f"slots beyond the length with {left_v:g} in them changed the output"
+        for name in ("value", "key"):
+            k, v = _filled(9)
+            (k if name == "key" else v)[0] = torch.nan  # of a token that all queries see
+            assert attend(q, k, v, 0.5).isnan().all(), (
+                f"a NaN in a {name} that the queries see has vanished: choose what to clear by its position"
+            )
 
 
 @cached_attention.property(
@@ -497,3 +503,4 @@ def _(function):
     assert one == 1, f"with room for exactly one request, {one}"
     none = _fit(function, _shape(), 0, 0.8 * GB / exact, 1000)
     assert none == 0, f"with room for half a request, {none}"
+    assert_int(one, "with room for exactly one request")

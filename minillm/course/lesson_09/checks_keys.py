@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import combinations, permutations
 from numbers import Real
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, assert_list
 
 prefix_keys = Exercise("prefix_keys", seconds=5.0)
 LONGEST_SEARCH = 2.5  # seconds
@@ -209,7 +209,7 @@ def _(function):
 )
 def _(function):
     keys = function(list(ONE_TO_EIGHT), 4)
-    assert isinstance(keys, list), f"it returned a {type(keys).__name__}, not a list"
+    assert_list(keys, "keys")
     assert _hashable(keys), f"{keys[0]!r}, of type {type(keys[0]).__name__}, cannot be a key of a dictionary"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from numbers import Integral
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, assert_list
 
 slots_of = Exercise("slots_of", seconds=5.0)
 
@@ -104,7 +104,7 @@ def _(function):
 )
 def _(function):
     got = function([2, 3], 3, 6, 4)
-    assert isinstance(got, list), f"it returned a {type(got).__name__}, not a list"
+    assert_list(got, "slots")
     wrong = [each for each in got if not isinstance(each, Integral)]
     assert not wrong, f"one of the slots is {wrong[0]!r}, of type {type(wrong[0]).__name__}"
 

@@ -3,7 +3,7 @@
 import inspect
 from dataclasses import dataclass
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, assert_int
 
 SECONDS = 5  # of CPU time for one property: correct solutions take milliseconds
 
@@ -109,6 +109,19 @@ def _(function):
     for in_flight in (False, True):
         got = _rows_used(function, [4] * 96, 32, in_flight)
         assert got == (12, 0), f"96 requests of 4 tokens with rows=32, {_way(in_flight)}: (12, 0), not {got}"
+        for what, count in zip(("steps", "idle cells"), got, strict=True):
+            assert_int(count, f"the {what} of 96 requests, {_way(in_flight)}")
+
+
+@steps_and_idle.property("no requests take no steps", "`max` and `min` of an empty list raise: start from 0")
+def _(function):
+    for in_flight in (False, True):
+        try:
+            got = _rows_used(function, [], 2, in_flight)
+        except (ArithmeticError, LookupError, ValueError) as error:
+            given = f"no requests, {_way(in_flight)}"
+            raise AssertionError(f"{given}: (0, 0), not a {type(error).__name__} ({error})") from None
+        assert got == (0, 0), f"no requests, {_way(in_flight)}: (0, 0), not {got}"
 
 
 @steps_and_idle.property("the list stays as it is", "the caller still needs `outputs`: work on a copy")

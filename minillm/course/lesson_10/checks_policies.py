@@ -175,6 +175,11 @@ def _(policy):
         )
     times = _overtaken(policy(), 9)
     assert times >= 1, f"a prompt of 9 tokens, a patience of 4: a later prompt of one token goes before it, not {times}"
+    older, younger = (_key(policy(), _queued(*each)) for each in ((15, 0), (8, 1)))
+    assert younger < older, (
+        "a prompt of 15 tokens, then one of 8, a patience of 4: 7 tokens less are more than one arrival counts, so the "
+        f"second has the smaller key, not {older:g} and {younger:g}"
+    )
     times = _overtaken(policy(patience=100.0), 20_000)
     assert times >= 198, (
         f"a prompt of 20,000 tokens, a patience of 100: 199 later prompts of one token go before it, not {times}"

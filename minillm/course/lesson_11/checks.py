@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import combinations
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, assert_list
 from .graph_sizes import padded_ms
 
 # ---- a launch from a measured table
@@ -177,9 +177,12 @@ def _(function):
     _same(found, [(1.0, 1.25), (1.25, 1.75)], "launched at 1, 1.1; lengths 0.25, 0.5")
 
 
-@queued.property("no kernels, no times", "an empty list for empty lists")
+@queued.property("no kernels, no times", "one (start, end) for each kernel, however short: none for empty lists")
 def _(function):
     _same(_times(function, [], []), [], "no kernels")
+    found = _times(function, [1.0, 2.0, 3.0], [4.0, 0.0, 1.0])
+    assert len(found) == 3, f"3 kernels, of lengths 4, 0 and 1: got {len(found)} times"
+    assert_list(function([], []), "(start, end)")
 
 
 # ---- which batch sizes to capture
@@ -224,6 +227,7 @@ def _(function):
     for most, expected in ((1, [4]), (3, [1, 2, 4])):
         found = _sizes(function, counts, ms, most)
         assert found == expected, f"most {most}: expected {expected}, got {found}"
+    assert_list(function(counts, ms, 3), "sizes")
 
 
 @choose_sizes.property("every batch fits", "the largest size of ms is always captured, even if no step needed it yet")
@@ -316,7 +320,9 @@ def _(function):
 
 @fair_pairs.property("equal settings are no comparison", "exactly one fact differs, not at most one")
 def _(function):
-    _expect_pairs(function, {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}, [])
+    equal = {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}
+    _expect_pairs(function, equal, [])
+    assert_list(function(equal), "(setting, later setting, fact)")
 
 
 @fair_pairs.property("every fact counts", "compare all facts, and give the name of the one that differs")

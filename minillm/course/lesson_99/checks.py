@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, assert_list
 
 LIMIT = 10.0  # seconds for one property; a solution needs milliseconds
 
@@ -71,7 +71,7 @@ def _(function):
 )
 def _(function):
     gaps = function(0.0, [(1.0, 1), (1.5, 1)])[1]
-    assert hasattr(gaps, "__len__"), f"expected a list of gaps, got a {type(gaps).__name__}"
+    assert_list(gaps, "gaps")
     _makes_its_own_list(gaps, lambda: function(0.0, [(1.0, 1), (2.0, 1), (4.0, 1)]))
 
 
@@ -163,9 +163,9 @@ def _(function):
         found = function([[float(i) for i in range(1, n + 1)]], p)
         assert found != 1 + p * n // 100, (
             f"p{p} of {n} values is number {p * n // 100} exactly, not {found:g}: multiply before you divide, since "
-            f"{p} / 100 * {n} is {p / 100 * n!r}"
+            f"{p} / 100 * {n} is {p / 100 * n!r} (np.percentile divides first, too)"
         )
-    for share, n, rank in ((12.5, 200, 25), (99.5, 200, 199), (99.9, 995, 995)):
+    for share, n, rank in ((12.5, 200, 25), (99.5, 200, 199), (99.9, 995, 995), (99.999, 99_999, 99_999)):
         ranked = [float(i) for i in range(1, n + 1)]
         try:
             found = function([ranked], share)
@@ -174,7 +174,10 @@ def _(function):
                 f"p may have decimals, such as {share}; the rank is still an int: {rank} of {n}"
             ) from None
         if found in ranked:
-            assert found == rank, f"p may have decimals: p{share} of {n} values is number {rank}, not {found:g}"
+            assert found == rank, (
+                f"p may have decimals: p{share} of {n:,} values is number {rank:,}, not {found:,.0f}: p n / 100 is "
+                f"{share * n / 100:.7g}"
+            )
 
 
 @pooled_percentile.property("gaps may come in any order", "put all gaps into one list, then sort that")
@@ -236,7 +239,7 @@ def _(function):
 @poisson_arrivals.property("the result is a list", "return a list: itertools.accumulate and map can be read only once")
 def _(function):
     found = function(1.0, [0.5, 0.5])
-    assert hasattr(found, "__len__"), f"expected a list of times, got a value of type {type(found).__name__}"
+    assert_list(found, "times")
     _makes_its_own_list(found, lambda: function(2.0, [0.25, 0.25, 0.25]))
 
 

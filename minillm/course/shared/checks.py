@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
 from types import FunctionType
 
@@ -26,6 +27,10 @@ class Property:
     name: str
     hint: str
     holds: Callable[[Callable], bool | None]
+
+
+class WrongType(AssertionError):
+    """A result has another type than its exercise says: the message is complete without a hint."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,19 @@ def check(candidate: Callable) -> None:
         print(f"{held} of {len(results)} hold.")
 
 
+def assert_int(found, given: str) -> None:
+    """Raise WrongType unless a count has an integer type, NumPy's included, as its exercise says."""
+    if not isinstance(found, Integral):
+        raise WrongType(f"{given}: expected an int, got {found!r}, a {type(found).__name__}")
+
+
+def assert_list(found, of: str) -> None:
+    """Raise WrongType unless a result is a list, as its exercise says. of: what it is a list of."""
+    if not isinstance(found, list):
+        way_out = ": `.tolist()` makes a list of it" if hasattr(found, "tolist") else ""
+        raise WrongType(f"expected a list of {of}, got a {type(found).__name__}{way_out}")
+
+
 def _watched(candidate: Callable, returned: list) -> Callable:
     """The candidate; if it is a function, its results are appended to `returned`."""
     if not isinstance(candidate, FunctionType):
@@ -173,6 +191,8 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
         return prop.hint if prop.holds(watched) is False else None
     except NotSolvedYet:
         raise
+    except WrongType as error:
+        return str(error)
     except AssertionError as error:
         if _raised_by(candidate, error, prop):
             return f"it raised {type(error).__name__}: {error}{_line_of(error, candidate)}\n{prop.hint}"

@@ -1,5 +1,6 @@
 """Wrong solutions of lesson 00: the generation loop, the roofline, RMSNorm."""
 
+import numpy as np
 import torch
 
 from tests.course.mutants import wrong
@@ -253,16 +254,22 @@ def sorts_the_callers_list(matrices, bytes_per_number):
     return work(matrices, bytes_per_number)
 
 
-@wrong("step_work", fails="more tokens: more operations")
+@wrong("step_work", fails="large counts are exact")
 def operations_in_32_bits(matrices, bytes_per_number):
     nbytes, operations = work(matrices, bytes_per_number)
     return nbytes, int(torch.tensor(operations).to(torch.int32))
 
 
-@wrong("step_work", fails="more tokens: more operations")
+@wrong("step_work", fails="large counts are exact")
 def operations_in_float32(matrices, bytes_per_number):
     nbytes, operations = work(matrices, bytes_per_number)
     return nbytes, int(torch.tensor(operations, dtype=torch.float32))
+
+
+@wrong("step_work", fails="large counts are exact")
+def counts_are_floats(matrices, bytes_per_number):
+    nbytes, operations = work(matrices, bytes_per_number)
+    return float(nbytes), float(operations)
 
 
 @wrong("step_work", fails="more tokens: the same bytes")
@@ -284,6 +291,13 @@ def computes_for_one_token(matrices, bytes_per_number):
 @wrong("step_work", fails="a matrix without tokens is not read")
 def reads_idle_matrices(matrices, bytes_per_number):
     return work(matrices, bytes_per_number, bytes_of=lambda n, t: n)
+
+
+@wrong("step_work", fails="a matrix without tokens is not read")
+def needs_a_matrix(matrices, bytes_per_number):
+    rows, columns, tokens = np.array(matrices).T
+    used = rows * columns * (tokens > 0)
+    return int(used.sum() * bytes_per_number), int((2 * rows * columns * tokens).sum())
 
 
 @wrong("step_work", fails="a matrix without tokens is not read")
@@ -326,6 +340,11 @@ def numbers_of_four_bytes(numbers, bytes_per_number, bytes_per_s, operations_per
 @wrong("free_batch", fails="only whole tokens")
 def rounds_to_the_nearest(numbers, bytes_per_number, bytes_per_s, operations_per_s):
     return round(bytes_per_number * operations_per_s / (2 * bytes_per_s))
+
+
+@wrong("free_batch", fails="only whole tokens")
+def rounds_down_to_a_float(numbers, bytes_per_number, bytes_per_s, operations_per_s):
+    return np.floor(bytes_per_number * operations_per_s / (2 * bytes_per_s))
 
 
 @wrong("free_batch", fails="only whole tokens")

@@ -218,6 +218,13 @@ def leftovers_masked_only(q, k, v, length, *, scale):
 
 
 @wrong("cached_attention", fails=LEFTOVERS)
+def nan_replaced_wherever_it_is(q, k, v, length, *, scale):
+    hidden = _visible(len(q), len(k), length).logical_not()
+    scores = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale
+    return _mix(scores.masked_fill(hidden, -torch.inf).softmax(-1), v.nan_to_num(posinf=0.0, neginf=0.0))
+
+
+@wrong("cached_attention", fails=LEFTOVERS)
 def a_single_query_sees_the_whole_capacity(q, k, v, length, *, scale):
     if len(q) > 1:
         k, v = k[:length], v[:length]
@@ -297,7 +304,7 @@ def leftovers_cleared(q, k, v, length, *, scale):
 @wrong("cached_attention", fails=UNCHANGED)
 def nan_and_inf_cleared_in_place(q, k, v, length, *, scale):
     """Changes nothing as long as all leftovers are finite."""
-    v[~v.isfinite()] = 0
+    v[length:][~v[length:].isfinite()] = 0
     return _cached(q, k, v, _visible(len(q), len(k), length), scale)
 
 
@@ -347,3 +354,9 @@ def mask_kept_from_an_earlier_call(q, k, v, length, *, scale):
     """One mask for each shape; but the length grows, and the shapes stay the same."""
     mask = _MASKS.setdefault((len(q), len(k)), _visible(len(q), len(k), length))
     return _cached(q, k[:length], v[:length], mask[:, :length], scale)
+
+
+@wrong("attention", fails="no query sees a later key")
+def hidden_after_the_softmax(q, k, v, *, scale):
+    weights = (torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (k.shape[1], -1)), k) * scale).softmax(-1).tril()
+    return _mix(weights / weights.sum(-1, keepdim=True), v)

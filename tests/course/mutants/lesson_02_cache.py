@@ -218,6 +218,12 @@ def _divide(gpu_bytes, utilization, weights, request):
     return max(0, int((gpu_bytes * utilization - weights) // request))
 
 
+@wrong("requests_that_fit", fails="a request fits entirely or not at all")
+def a_float_of_whole_requests(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
+    request = context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each
+    return max(0.0, (gpu_bytes * utilization - parameters * bytes_each) // request)
+
+
 @wrong("requests_that_fit", fails="keys and values both count")
 def keys_alone(config, parameters, gpu_bytes, context, bytes_each=2, utilization=0.9):
     request = context * config.num_layers * config.num_kv_heads * config.head_dim * bytes_each

@@ -31,6 +31,29 @@ def batches_end_with_their_last_request(outputs, rows, in_flight):
     return _with_idle(steps, outputs, rows)
 
 
+@wrong("steps_and_idle", fails="no requests take no steps")
+def needs_a_request_in_flight(outputs, rows, in_flight):
+    if not in_flight:
+        return _with_idle(_static(outputs, rows), outputs, rows)
+    ends = []
+    for tokens in outputs:
+        ends = sorted(ends)
+        ends = [*ends, tokens] if len(ends) < rows else [ends[0] + tokens, *ends[1:]]
+    return _with_idle(max(ends), outputs, rows)
+
+
+@wrong("steps_and_idle", fails="no requests take no steps")
+def one_batch_at_least(outputs, rows, in_flight):
+    steps = _in_flight(outputs, rows) if in_flight else _static(outputs, rows)
+    return _with_idle(max(steps, 1), outputs, rows)
+
+
+@wrong("steps_and_idle", fails="any number of rows")
+def steps_are_a_float(outputs, rows, in_flight):
+    steps = _in_flight(outputs, rows) if in_flight else _static(outputs, rows)
+    return _with_idle(float(steps), outputs, rows)
+
+
 @wrong("steps_and_idle", fails="a request takes one step for each of its tokens")
 def tokens_divided_by_rows(outputs, rows, in_flight):
     steps = -(-sum(outputs) // rows) if in_flight else _static(outputs, rows)
@@ -62,7 +85,7 @@ def an_incomplete_batch_is_dropped(outputs, rows, in_flight):
     if in_flight:
         return _with_idle(_in_flight(outputs, rows), outputs, rows)
     batches = zip(*(outputs[row::rows] for row in range(rows)), strict=False) if len(outputs) > rows else [outputs]
-    return _with_idle(sum(map(max, batches)), outputs, rows)
+    return _with_idle(sum(max(batch, default=0) for batch in batches), outputs, rows)
 
 
 @wrong("steps_and_idle", fails="any number of rows")
@@ -78,8 +101,8 @@ def the_longest_or_the_mean_row(outputs, rows, in_flight):
 
 @wrong("steps_and_idle", fails="the last static batch may be smaller than the others")
 def batches_of_equal_size(outputs, rows, in_flight):
-    batches = np.array_split(outputs, -(-len(outputs) // rows))
-    steps = _in_flight(outputs, rows) if in_flight else int(sum(max(batch) for batch in batches))
+    batches = np.array_split(outputs, max(-(-len(outputs) // rows), 1))
+    steps = _in_flight(outputs, rows) if in_flight else int(sum(max(batch, default=0) for batch in batches))
     return _with_idle(steps, outputs, rows)
 
 

@@ -290,6 +290,12 @@ class ShortPromptsLookAlike(Patient):
 
 
 @wrong("PatientShortest", fails="short prompts go first while patience lasts")
+class DropsTheRemainder(Patient):
+    def key(self, request):
+        return len(request.prompt) // self.patience + request.arrival
+
+
+@wrong("PatientShortest", fails="short prompts go first while patience lasts")
 class AnotherDefault(Right):
     def __init__(self, patience=8.0):
         self.patience = patience

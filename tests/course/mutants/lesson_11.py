@@ -186,6 +186,24 @@ def one_kernel_per_request(launched_us, kernel_us):
     return found
 
 
+def _in_turn(launched_us, kernel_us):
+    end = 0.0
+    for asked, length in zip(launched_us, kernel_us, strict=True):
+        start = max(asked, end)
+        end = start + length
+        yield start, end
+
+
+@wrong("queued", fails="no kernels, no times")
+def leaves_out_kernels_of_no_length(launched_us, kernel_us):
+    return [(start, end) for start, end in _in_turn(launched_us, kernel_us) if end > start]
+
+
+@wrong("queued", fails="no kernels, no times")
+def a_tuple_of_times(launched_us, kernel_us):
+    return tuple(_in_turn(launched_us, kernel_us))
+
+
 @wrong("queued", fails="no kernels, no times")
 def always_a_first_kernel(launched_us, kernel_us):
     found = [(launched_us[0], launched_us[0] + kernel_us[0])] if launched_us else [(0.0, 0.0)]
@@ -309,6 +327,11 @@ def in_the_order_of_ms(counts, ms, most):
     return [size for size in ms if size in best and size != max(ms)] + [max(ms)]
 
 
+@wrong("choose_sizes", fails="at most `most` sizes, in order")
+def a_tuple_of_sizes(counts, ms, most):
+    return tuple(min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, ms)))
+
+
 @wrong("choose_sizes", fails="every batch fits")
 def only_what_was_seen(counts, ms, most):
     largest = min(size for size in ms if size >= max(counts))
@@ -416,6 +439,12 @@ def neighbors_only(settings):
 def first_four_settings(settings):
     found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations([*settings][:4], 2)]
     return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
+
+
+@wrong("fair_pairs", fails="equal settings are no comparison")
+def a_set_of_pairs(settings):
+    found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations(settings, 2)]
+    return {(a, b, facts[0]) for a, b, facts in found if len(facts) == 1}
 
 
 @wrong("fair_pairs", fails="equal settings are no comparison")

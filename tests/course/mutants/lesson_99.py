@@ -4,6 +4,7 @@ import math
 import statistics
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from tests.course.mutants import wrong
@@ -245,6 +246,17 @@ def nearest_of_numpys_places(gaps, p):
 
 
 @wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def adds_nearly_one(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    return ranked[int(p * len(ranked) / 100 + 0.9999) - 1]
+
+
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def numpy_divides_first(gaps, p):
+    return np.percentile([gap for each in gaps for gap in each], p, method="inverted_cdf").item()
+
+
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
 def whole_percentiles_only(gaps, p):
     return rank(sorted(gap for each in gaps for gap in each), int(p))
 
@@ -284,6 +296,11 @@ def first_three_requests(gaps, p):
 @wrong("pooled_percentile", fails="every gap counts once")
 def longest_thousand(gaps, p):
     return rank(sorted(gap for each in gaps for gap in each)[-1000:], p)
+
+
+@wrong("poisson_arrivals", fails="the result is a list")
+def an_array_of_times(rate, uniform):
+    return np.cumsum(-np.log1p(-np.array(uniform)) / rate)
 
 
 @wrong("poisson_arrivals", fails="the result is times, not gaps")
