@@ -157,3 +157,9 @@ def borrowed(tensor: Tensor) -> Tensor:
     plain = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2}
     memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=plain), device=tensor.device)
     return memory.view(tensor.dtype).view(tensor.shape)
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Sizes of decode steps to capture: a batch is padded to the next. Products are tiled by 64 to 128 rows anyway."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, most + 256, 256)]
+    return [size for size in sizes if size < most] + [most]

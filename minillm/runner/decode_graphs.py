@@ -19,7 +19,7 @@ from minillm.model.single_row import SingleRow
 from minillm.ops import Rows
 from minillm.scheduler.step import Step
 
-from .cuda_graph import CapturedSteps, DecodeShape, Graph, Graphs, Replayed, ToSample
+from .cuda_graph import CapturedSteps, DecodeShape, Graph, Graphs, Replayed, ToSample, batch_sizes
 from .state import RowState
 
 NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
@@ -149,9 +149,3 @@ class DecodeGraphs(Graphs[DecodeShape]):
         sampled = self.model.ops.sample(*to_sample)
         state = self.state
         decode_step.advance(rows, sampled, state.position, state.tokens, out, state.arrived)
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Sizes to capture: a batch is padded to the next. Matrix products are tiled by 64 to 128 rows anyway."""
-    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, 513, 64), *range(640, 1025, 128), *range(1280, most + 256, 256)]
-    return [size for size in sizes if size < most] + [most]

@@ -7,8 +7,8 @@
 #
 # **90 minutes, plus 3 optional. Needs:** Linux, and lessons 00 and 02. Without a GPU the kernels are *interpreted*:
 # correct, but slow. With a GPU the same cells compile them. Times in this lesson come from the project's H200 records.
-# Triton exists for Linux only: on Windows and macOS, read this lesson with its outputs in `notebooks/`, or run it in
-# WSL or on Colab.
+# Triton's own releases are for Linux. On Windows and macOS, run this lesson in WSL or on Colab, or read it solved and
+# with its outputs: in `notebooks/solutions/`, or on the site that `make site` builds.
 
 # %%
 import torch

@@ -11,8 +11,9 @@
 #
 # **89 minutes, plus 26 optional. Needs:** a CPU; lesson 02 for attention and its cache, lesson 03 for programs, tiles
 # and masks. Without a GPU, kernels are *interpreted*: they give the same results up to rounding, but slowly. On a GPU
-# the same cells compile them. Times come from the project's H200 records. Triton exists for Linux only: on Windows and
-# macOS, read this lesson with its outputs in `notebooks/`, or run it in WSL or on Colab.
+# the same cells compile them. Times come from the project's H200 records. Triton's own releases are for Linux. On
+# Windows and macOS, run this lesson in WSL or on Colab, or read it solved and with its outputs: in
+# `notebooks/solutions/`, or on the site that `make site` builds.
 
 # %%
 from minillm.course import triton_here

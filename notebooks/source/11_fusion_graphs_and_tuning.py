@@ -6,9 +6,8 @@
 # capture; compare two measurements only if they differ in one thing; and name the steps from a model to a TensorRT
 # engine, and their counterparts here.
 #
-# **81 minutes. Needs:** Linux, and lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one: the times
-# come from the project's H200 records. Triton exists for Linux only: on Windows and macOS, read this lesson with its
-# outputs in `notebooks/`, or run it in WSL or on Colab.
+# **84 minutes, plus 9 optional. Needs:** lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one, nor
+# Triton: the times come from the project's H200 records.
 
 # %%
 import statistics
@@ -18,30 +17,37 @@ from itertools import combinations
 import numpy as np
 
 from minillm.bench import plots, records
-from minillm.course import NotSolvedYet, check, compare, describe, solved, tier, triton_here
+from minillm.course import NotSolvedYet, check, compare, describe, solved
 from minillm.course.lesson_11.graph_sizes import padded_ms
 from minillm.course.shared import kernel_pictures as draw
-from minillm.course.shared.launches import ATTENTION, five_launches, least_us, one_layer
-from minillm.model.config import PRESETS
-
-here = tier()
-print("kernels are", triton_here())
-
+from minillm.course.shared.launches import five_launches, least_us, one_layer
 from minillm.kernels import launch_configs
-from minillm.runner.decode_graphs import batch_sizes
+from minillm.model.config import PRESETS
+from minillm.runner.cuda_graph import batch_sizes
 
 gemma = PRESETS["gemma-2b"]
 
 # %% [markdown]
-# ## 1 · The launches of a layer · 4 min
+# ## 1 · The launches of a layer · 5 min
 #
-# Lesson 03 fused an addition with a norm. Here is everything that one layer of Gemma 2B launches in a decode step of 64
-# requests: as torch would run it line by line, and as the engine ran it when this lesson's records were measured, with
-# one kernel per operation. (Today it has one launch fewer: a single kernel rotates queries and keys and writes keys and
-# values to the cache.) Attention is drawn as one launch. With 64 requests it is two: one for parts of the keys, and one
-# that combines them. The four matrix products and attention are the same in both. Each launch is drawn with the time it
-# takes *at best*: its bytes divided by the H200's memory bandwidth, but never less than the shortest kernel in the
-# record `h200/kernels`. So this is an optimistic estimate, not a measurement.
+# Lesson 03 fused an addition with a norm. There are three ways to run a whole layer of Gemma 2B in a decode step, and
+# this lesson compares them:
+#
+# | way | launches, 64 requests | launches, 1 request | today |
+# |---|---|---|---|
+# | torch, line by line | 35 | 35 | 35 |
+# | a kernel per operation | 11 | 11 | 10 |
+# | five launches (section 5) | not possible | 5 | 5 |
+#
+# The first two columns count what ran when this lesson's records were measured, and all figures below do so too. Since
+# then, one kernel rotates queries and keys and also writes keys and values to the cache, which saves a launch. The
+# first two ways have the same four matrix products, the same kernel that writes to the cache, and the same attention,
+# which takes two launches: one for parts of the keys, and one that combines them (lesson 04).
+#
+# A record is a file in the project's folder `data/results`: `h200/kernels` is `data/results/h200/kernels.json`, which
+# has the time of each of the engine's kernels on an H200. The figure draws each launch with the time it takes *at
+# best*: its bytes divided by the H200's memory bandwidth, but never less than the shortest kernel in that record. So
+# this is an optimistic estimate, not a measurement.
 
 # %%
 kernels = {
@@ -63,8 +69,7 @@ ways = {
 draw.timeline(ways, "One layer of Gemma 2B, 64 rows: estimated time at best")
 describe(
     "Two rows of launches in time. Four matrix products and attention take most of both. Line by"
-    " line, 30 short torch kernels run between them; with one kernel per operation only five"
-    " remain."
+    " line, 29 short kernels run between them; with one kernel per operation only five remain."
 )
 
 # %% [markdown]
@@ -72,12 +77,12 @@ describe(
 # remain: four matrix products, attention, and five small ones. This lesson asks three questions about them. How fast is
 # each one? How fast can the CPU *launch* them? And can there be even fewer?
 #
-# ## 2 · Which tile? · 18 min
+# ## 2 · Which tile? · 20 min
 #
 # No formula says how many columns a tile should have, or over how many **warps** (groups of 32 threads) to spread it.
 # Small tiles mean many programs with little to do. Large tiles need many registers, and if too few programs fit on a
-# processor at once, it waits for memory. So kernel authors measure. Here is GeGLU for Gemma 2B on an H200, with every
-# combination of six tiles and five numbers of warps (`tools/kernel_tiles.py`):
+# processor at once, it waits for memory. So kernel authors measure. Here is GeGLU for Gemma 2B on an H200, measured
+# with six tile sizes, each spread over 1, 2, 4, 8 or 16 warps (`tools/kernel_tiles.py`):
 
 # %%
 table = records.read("h200/tiles")["results"]
@@ -116,12 +121,15 @@ for rows, chosen in ((1, (256, 2)), (1, (1024, 4)), (3000, (4096, 16)), (3000, (
         f"{titles[rows]:>10}, tile {chosen[0]:>4}, {chosen[1]:>2} warps:"
         f" fastest {each[0]:6.2f}, median {statistics.median(each):6.2f}, slowest {each[-1]:6.2f} µs"
     )
+ours, other = statistics.median(runs[1][1024, 4]), kernels["gated_activation", 1]["ms"]
+print(
+    f"1 row, tile 1024, 4 warps in another process: {1e3 * other:.2f} µs, {1 - other / ours:.0%} less"
+)
 
 # %% [markdown]
-# A single run can take twice the median. And medians differ between processes: another one measured the default, 1,024
-# columns and 4 warps, at 1.45 µs for one row (`h200/kernels`), which is 8% less. So compare only what was measured
-# side by side, and even then half a percent may be noise. A careful tuner therefore has a **default** and a **margin**:
-# it keeps the default unless something else is *clearly* faster.
+# A single run can take twice the median. And medians differ between processes: the last line is from the record
+# `h200/kernels`. So compare only what was measured side by side, and even then half a percent may be noise. A careful
+# tuner therefore has a **default** and a **margin**: it keeps the default unless something else is *clearly* faster.
 #
 # $$\text{choice} = \begin{cases} b & \text{if } \operatorname{median}(b) < (1 - \text{margin}) \cdot
 # \operatorname{median}(\text{default}) \\ \text{default} & \text{otherwise} \end{cases} \qquad
@@ -221,7 +229,7 @@ for each in build["results"]:
 # single-request step were not among them: the record does not show that nothing is left to gain there. On another GPU,
 # or for a model with other sizes, a plan may gain more.
 #
-# ## 3 · Who launches the kernels? · 16 min
+# ## 3 · Who launches the kernels? · 18 min
 #
 # The times so far are what the GPU needs. But the CPU has to *launch* each kernel: Python runs a line, torch picks the
 # kernel, the driver puts it into a queue. The GPU takes kernels from that queue in order. If the CPU is slower than the
@@ -232,7 +240,7 @@ for each in build["results"]:
 #
 # **Predict first.** With decode steps in CUDA graphs and one kernel per operation, the engine serves one request of
 # Gemma 2B (128 prompt tokens, 256 output tokens) on an H200 at the speed below. How fast is it with the same kernels,
-# launched one by one? In this record there are 11 launches per layer: attention for one row is two kernels.
+# launched one by one?
 
 # %%
 ablation = records.read("h200/ablation")
@@ -249,7 +257,7 @@ guess_without_graphs = 300.0  # PREDICT: tokens/s of one request without CUDA gr
 # %%
 without = tokens_per_s["CUDA graphs", "off", 1]
 compare("without graphs", unit="tokens/s", prediction=guess_without_graphs, measured=without)
-launches = gemma.num_layers * (len(one_layer(gemma, 1, 256, fused=True)) + 1)
+launches = gemma.num_layers * len(one_layer(gemma, 1, 256, fused=True))
 launch_us = 1e6 / without / launches
 print(f"graphs make it {with_graphs / without:.1f} times as fast")
 print(
@@ -293,11 +301,7 @@ check(queued)
 # launch takes the same time. The figure shows the first layer.
 
 # %%
-layer_us = [
-    us
-    for kind, _, us in bound(one_layer(gemma, 1, 256, fused=True))
-    for _ in range(2 if kind == ATTENTION else 1)  # two kernels for one row
-]
+layer_us = [us for *_, us in bound(one_layer(gemma, 1, 256, fused=True))]
 lengths = layer_us * gemma.num_layers
 launched = {
     "one by one": [launch_us * (place + 1) for place in range(len(lengths))],
@@ -348,8 +352,9 @@ describe(
 # A step that runs prompts is harder to capture, because prompts have all lengths. It is padded to one of a few numbers
 # of tokens, and which token belongs to which row travels in one array that the captured kernels read
 # (`minillm/runner/mixed_graphs.py`). Steps with more than 1,024 prompt tokens or 64 prompts are launched kernel by
-# kernel: the longer the GPU works on a step, the less the time of its launches matters. If a request uses top-p,
-# penalties or log-probabilities, extra kernels run after the graph, and every request of the step waits for them.
+# kernel: the longer the GPU works on a step, the less the time of its launches matters. Some requests ask for more than
+# a temperature: top-p (draw only from the most likely tokens, whose probabilities add up to p), penalties, or
+# log-probabilities. For them, extra kernels run after the graph, and every request of the step waits.
 #
 # A captured graph knows nothing about functions that you plug in later. So while an operation of yours is in use, the
 # engine launches kernel by kernel, unless you promise with `using(capturable=True, ...)` that yours may be captured:
@@ -357,13 +362,13 @@ describe(
 # a batch alone (rows of length 0, slot -1). Even then, only decode steps are captured. On a GPU, try it with your
 # kernels from lesson 03.
 #
-# ## 4 · Which sizes to capture? · 14 min
+# ## 4 · Which sizes to capture? · 13 min
 #
 # Every graph takes time to capture, and memory. Too few graphs mean much padding. The engine's list of sizes is dense
 # where batches are small:
 
 # %%
-# ENGINE: minillm.runner.decode_graphs:batch_sizes
+# ENGINE: minillm.runner.cuda_graph:batch_sizes
 
 # %% [markdown]
 # What does padding cost? The plan of section 2 has the time of a decode step for each batch size. Its rows have over
@@ -432,9 +437,10 @@ for most in range(1, len(step_ms) + 1) if solved(choose_sizes) else ():
         print(f"yours, at most {most}: {totals[most]:.0f} ms with {sizes}")
 draw.graph_sizes(totals, everything, "your sets")
 describe(
-    "Milliseconds of all steps by the number of captured sizes. A square shows the engine's own"
-    " list. Once `choose_sizes` is written, a curve shows the best sets: it falls at first and is"
-    " almost flat from a few sizes on, at the level of the engine's list."
+    "Milliseconds of all steps by the number of captured sizes, on an axis that does not begin at 0."
+    " A square shows the engine's own list. Once `choose_sizes` is written, a curve shows the best"
+    " sets: it falls steeply at first and is almost flat from five sizes on, at the level of the"
+    " engine's list."
 )
 
 # %% [markdown]
@@ -444,7 +450,7 @@ describe(
 # same memory for their intermediate results, because only one of them runs at a time. So each further graph is cheap
 # here: the engine reserves 1 MiB for it.
 #
-# ## 5 · Five launches per layer · 10 min
+# ## 5 · Five launches per layer · 8 min
 #
 # In a graph, launches cost the CPU almost nothing. They still cost the GPU: at the end of each kernel its last programs
 # finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request, every
@@ -472,79 +478,67 @@ describe(
 )
 
 # %% [markdown]
-# 18 layers and the output head make a step, and a step makes a token. So the times at best give each way an estimated
-# upper bound in tokens per second. Here are the bound and the measured speed of the fused step. All ways below run
-# their decode steps in CUDA graphs, and their prompts outside; the measured speeds include the prompt. (Except with
-# five launches, attention for one row is two kernels: the figure draws them as one launch.)
+# 18 layers and the output head make a step, and a step makes a token. So the times at best give each way an upper bound
+# in tokens per second. How close does the engine come to it? The measured speeds below are with decode steps in CUDA
+# graphs; they include the prompt, which runs without one.
 
 # %%
 head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
 names = ("plain torch", "a kernel an operation", "five launches a layer")
-most = {
-    name: 1e6 / (gemma.num_layers * sum(us for *_, us in lane) + head_us)
-    for name, lane in zip(names, ways.values())
-}
-fused = tokens_per_s["fusion", "five launches a layer", 1]
+best_us = {name: sum(us for *_, us in lane) for name, lane in zip(names, ways.values())}
+most = {name: 1e6 / (gemma.num_layers * us + head_us) for name, us in best_us.items()}
+rates = {name: tokens_per_s["fusion", name, 1] for name in names}
+fused = names[2]
 print(
-    f"five launches per layer: estimated bound {most[names[2]]:.0f} tokens/s, measured {fused:.0f}"
+    f"five launches per layer: bound {most[fused]:.0f} tokens/s, measured {rates[fused]:.0f}"
 )
-print(f"that is {fused / most[names[2]]:.1%} of the bound")
+print(f"that is {rates[fused] / most[fused]:.1%} of the bound")
 
 # %% [markdown]
-# **Predict first.** What share of their own bound do plain torch kernels reach, in a graph? More than the fused step's
-# share, or less? And one kernel per operation?
+# **Predict first.** What share of *their own* bound do plain torch kernels reach, in a graph? More than the fused
+# step's share, or less? And one kernel per operation?
 
 # %% tags=["exercise"]
 guess_share = 60.0  # PREDICT: measured speed of plain torch, in percent of its bound
 
 # %%
-for name in names:
-    rate = tokens_per_s["fusion", name, 1]
-    missing_us = (1e6 / rate - 1e6 / most[name]) / gemma.num_layers
-    print(
-        f"{name:<22} {rate / most[name]:.1%} of its bound, {missing_us:.0f} µs longer per layer"
-    )
-torchs = 100 * tokens_per_s["fusion", names[0], 1] / most[names[0]]
+torchs = 100 * rates["plain torch"] / most["plain torch"]
 compare("plain torch", unit="% of its bound", prediction=guess_share, measured=torchs)
 
+print(f"\n{'microseconds per layer':<22} at best  measured  lost  share of own bound")
+for name in names:
+    took_us = (1e6 / rates[name] - head_us) / gemma.num_layers
+    lost, share = took_us - best_us[name], rates[name] / most[name]
+    print(f"{name:<22} {best_us[name]:7.1f} {took_us:9.1f} {lost:5.1f} {share:13.1%}")
+
 # %% [markdown]
-# In microseconds, the way with the fewest kernels loses least. As a *share*, plain torch looks better than one kernel
-# per operation, because its bound already charges 1.35 µs for each of 30 short kernels: shares of bounds are
-# comparable only if the bounds are alike. (The measured engine also keeps its own kernel for the cache write, so it has
-# 29 short kernels instead of 30. That is one point of the share.) What do the bounds leave out? Many small kernels take
-# longer than the shortest one (attention for one row about 7 µs, `h200/kernels`), there are gaps between kernels, and
-# the prompt and the sampling take time.
+# Measured by its own bound, plain torch does better than one kernel per operation, although it is the slowest of the
+# three. Why? Look at the first column. All three ways move nearly the same bytes. They differ in the number of short
+# kernels, and a bound charges each of those the time of the shortest kernel. So half of the time that plain torch
+# wastes is in its bound already, and counts as if it were necessary. A share of a way's own bound says how well the way
+# does *what it set out to do*, not whether that was worth doing.
 #
-# Another technique hides the gaps: **programmatic dependent launch**, on NVIDIA GPUs since Hopper. A kernel may start
-# while the one before it still runs. It loads its first *weights*, which depend on no other kernel, and only then waits
-# for the vector that the previous kernel is computing. In our kernels, one call does both: it waits, then lets the next
-# kernel start. (So when a kernel starts, are the ones before the previous kernel complete? Yes: the previous kernel has
-# waited for them before it let this one start.)
+# Two questions need two numbers. How good are these kernels? Divide by their own bound. How good is this step? Divide
+# by the same bound for all, the highest one:
 
 # %%
-# ENGINE: minillm.kernels.single_row_parts:wait_for_inputs
+for name in names:
+    print(f"{name:<22} {rates[name] / most[fused]:.0%} of the bound of five launches")
+attention_us = 1e3 * kernels["decode_attention", 1]["ms"]
+print(f"attention for one row: {attention_us:.1f} µs, at best {2 * shortest_us:.1f} µs")
 
 # %% [markdown]
-# Below is the kernel of launches 1, 3 and 4, and of the output head. You know its tiles, masks, addition, norm and gate
-# from lesson 03. The matrix product is `tl.sum(weight * x)`: with one vector, no number of the matrix is used twice, so
-# there is nothing for `tl.dot` to reuse. Three things are new:
+# Now the order is that of the speeds. And what is in the column "lost"? Small kernels that take longer than the
+# shortest one (the last line shows attention with 384 keys, from `h200/kernels`), gaps between kernels, the prompt, and
+# sampling. The fewer kernels, the less is lost. Section 8, which is optional, shows how the fused step hides the gaps
+# that remain.
 #
-# * **Persistent programs.** There may be fewer programs than tiles. Each takes every `programs`-th tile, beginning
-#   with tile `program` (`tl.range(program * TILE, ROWS, programs * TILE)`), so a program loads and norms `x` only once.
-# * **Prefetching weights.** The loop loads the *next* tile of weights before it uses the current one, so memory is
-#   always busy. `num_stages=1` tells Triton not to pipeline the loop on its own as well.
-# * **Loading before waiting.** The first tile of weights is requested above the line that waits.
-
-# %%
-# ENGINE: minillm.kernels.single_row:whole_rows_kernel
-
-# %% [markdown]
-# ## 6 · Like for like · 11 min
+# ## 6 · Like for like · 10 min
 #
 # The record's "CUDA graphs" group says 120 tokens/s without graphs and 706 with them. It would be wrong to report
 # "graphs make decoding 5.9 times as fast": with graphs, the engine *also* runs the fused step of section 5, which
-# exists only inside graphs. Several things changed, so the factor has several causes. Here is what really ran in each
-# setting of `minillm bench ablation`, for one request:
+# exists only inside graphs. The two settings differ in several things, so the factor belongs to none of them alone.
+# Here is what really ran in each setting of `minillm bench ablation`, for one request:
 
 # %%
 RAN = {
@@ -621,7 +615,7 @@ describe(
 # setting as "five launches a layer". Five launches exist for one request only: with more rows, a matrix product uses
 # each weight several times, and needs tiles for that.)
 #
-# ## 7 · From a model to a TensorRT engine · 6 min
+# ## 7 · From a model to a TensorRT engine · 8 min
 #
 # TensorRT is NVIDIA's compiler for neural networks. It turns a network into an *engine* for one GPU, in steps that you
 # can now name:
@@ -631,8 +625,10 @@ describe(
 # 2. **Optimize the graph:** fold constants, remove dead layers, fuse consecutive layers (vertically) and layers that
 #    read the same input (horizontally). *Here:* by hand. Fused kernels are vertical fusion; Q, K and V in one matrix,
 #    and gate and up in one, are horizontal fusion. Gemma's `1 + weight` is folded when the weights are loaded.
-# 3. **Choose precisions**, or take those of the network, and insert *reformatting* where a layer needs another type or
-#    layout than the one before it. *Here:* a recipe says which weights are quantized
+# 3. **Take the network's precisions.** Since version 11, a network is always *strongly typed*: it states the type of
+#    every tensor, so precision is decided before the build, usually by a tool that edits the ONNX file. (Until version
+#    10, the builder could lower it by itself wherever that was faster.) The builder still inserts *reformatting* where
+#    a layer needs another memory layout than the one before it. *Here:* a recipe says which weights are quantized
 #    (`minillm/quantization/recipe.py`). No reformatting, since all kernels agree on a layout.
 # 4. **Time tactics:** measure several kernels for each layer on the target GPU, and keep the fastest. A *timing cache*
 #    saves measuring the same layer twice. *Here:* `minillm build` measures launch configurations of its own kernels,
@@ -646,9 +642,17 @@ describe(
 #    An application may capture its work in a CUDA graph. *Here:* `LLM(plan=...)`, the rows' state in GPU memory
 #    (`minillm/runner/state.py`), and the graphs of sections 3 and 4.
 #
-# The deepest difference is in step 2. TensorRT finds fusions in a graph, within what its compiler knows. Here
-# a person wrote each fused kernel, and the graph of operations exists only as the record of one run, the CUDA graph.
-# The first way also works for networks that its authors have never seen. The second can use fusions that no pattern
+# Do not expect this in **TensorRT-LLM**, NVIDIA's engine for language models. It used to build such engines, but
+# removed that path in 2026: its models are PyTorch code that runs as it is, with hand-written kernels and CUDA graphs,
+# and no build step. In that it is like the engine of this course.
+#
+# PyTorch has a compiler of its own, **`torch.compile`**. It records the operations that a Python function calls, fuses
+# small ones into Triton kernels that it generates, and can replay the result as a CUDA graph. Where it cannot record,
+# Python takes over for that part, so you need not export the model first. vLLM uses it. This engine does not.
+#
+# The deepest difference is in step 2. Compilers find fusions in a graph, within what they know. Here a person wrote
+# each fused kernel, and the graph of operations exists only as the record of one run, the CUDA graph. The first way
+# also works for networks that the compiler's authors have never seen. The second can use fusions that no pattern
 # covers, such as the five launches of section 5.
 #
 # You can compute what memory planning saves. Most tensors of a step are used only once:
@@ -675,12 +679,39 @@ print(f"memory if every tensor of a step of {ROWS:,} rows had its own: {every / 
 print(f"for an operation's input, its output and the residual, at most: {alive / 1e9:5.2f} GB")
 
 # %% [markdown]
+# ## 8 · A kernel that starts early · optional, 9 min
+#
+# Five launches still leave five gaps per layer. **Programmatic dependent launch**, on NVIDIA GPUs since Hopper, hides
+# them. A kernel may start while the one before it still runs. It loads its first *weights*, which depend on no other
+# kernel, and only then waits for the vector that the previous kernel is computing. In our kernels, one call does both:
+# it waits, then lets the next kernel start. (So when a kernel starts, are the ones before the previous kernel complete?
+# Yes: the previous kernel has waited for them before it let this one start.)
+
+# %%
+# ENGINE: minillm.kernels.single_row_parts:wait_for_inputs
+
+# %% [markdown]
+# Below is the kernel of launches 1, 3 and 4, and of the output head. You know its tiles, masks, addition, norm and gate
+# from lesson 03. The matrix product is `tl.sum(weight * x)`: with one vector, no number of the matrix is used twice, so
+# there is nothing for `tl.dot` to reuse. Three things are new:
+#
+# * **Persistent programs.** There may be fewer programs than tiles. Each takes every `programs`-th tile, beginning
+#   with tile `program` (`tl.range(program * TILE, ROWS, programs * TILE)`), so a program loads and norms `x` only once.
+# * **Prefetching weights.** The loop loads the *next* tile of weights before it uses the current one, so memory is
+#   always busy. `num_stages=1` tells Triton not to pipeline the loop on its own as well.
+# * **Loading before waiting.** The first tile of weights is requested above the line that waits.
+
+# %%
+# ENGINE: minillm.kernels.single_row:whole_rows_kernel
+
+# %% [markdown]
 # ## Recap · 2 min
 #
 # * A layer's launches cost bytes, fixed time on the GPU, and time on the CPU. Fusion reduces all three; CUDA graphs
 #   remove most of the third.
 # * Choose launches by measuring: medians, a default, and a margin. Then check whether the whole step gains.
 # * A graph has fixed addresses and sizes. Padding to a captured size is cheap where reading the weights dominates.
+# * A share of a way's own bound tells how well its kernels run. To compare ways, divide by one bound for all.
 # * Compare only settings that differ in one thing. Graphs for decode steps and the fused step are two effects.
 #
 # **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time and memory to capture, need
@@ -689,5 +720,10 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 #
 # **Further reading:** NVIDIA, *CUDA Programming Guide*: "CUDA Graphs" and "Programmatic Dependent Launch and
 # Synchronization"; Gray 2019, *Getting Started with CUDA Graphs*; NVIDIA's TensorRT documentation, "How TensorRT Works"
-# and "Optimizing Builder Performance"; the autotuning example in Triton's matrix multiplication tutorial. Next: lesson
-# 99 serves the engine and measures it under load.
+# and "Optimizing Builder Performance"; Ansel et al. 2024, *PyTorch 2* (`torch.compile`); the autotuning example in
+# Triton's matrix multiplication tutorial.
+#
+# **Next:** you have now seen every layer of the engine, and written a part of nearly all of them: tokens, attention and
+# its cache, kernels, quantized weights, blocks, scheduling. So far, none of your parts has had a user. The last lesson,
+# 99, puts what you wrote behind a server and measures what users wait for under load. The numbers between are free for
+# what this course leaves out (`docs/left_out.md`).

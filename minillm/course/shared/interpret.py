@@ -36,7 +36,7 @@ def triton_here() -> str:
         import triton
     except ImportError as error:
         raise MissingPackage(
-            "this lesson runs Triton kernels, and triton is available only for Linux: use a container, WSL or Colab"
+            "this lesson runs Triton kernels, and Triton's own releases are for Linux: use a container, WSL or Colab"
         ) from error
     how = how_kernels_run()
     if tier().name == "cpu" and how == COMPILED:

@@ -133,13 +133,18 @@ def tuning(
 
 
 def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], label: str) -> None:
-    """Milliseconds of a workload's steps by the number of captured sizes. engines: (sizes, milliseconds)."""
+    """Milliseconds of a workload's steps by the number of captured sizes. engines: (sizes, milliseconds).
+
+    The vertical axis shows the range of the values, which is a small part of them.
+    """
     _, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
     if totals:
         axis.plot(list(totals), list(totals.values()), "o-", color=COLORS[0], label=label)
     axis.plot(*engines, "s", color=COLORS[1], markersize=8, label="the engine's list of sizes")
-    top = 1.08 * max([*totals.values(), engines[1]])
-    axis.set(xlabel="captured batch sizes", ylabel="ms of all steps", ylim=(0, top))
+    low, high = (of([*totals.values(), engines[1]]) for of in (min, max))
+    margin = 0.1 * max(high - low, 0.1 * low)
+    axis.set(xlabel="captured batch sizes", xlim=(0, engines[0] + 1), ylim=(low - margin, high + margin))
+    axis.set(ylabel="ms of all steps (not from 0)")
     axis.legend(fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 

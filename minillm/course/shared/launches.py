@@ -70,7 +70,8 @@ def one_layer(model: ModelConfig, rows: int, keys: int, *, fused: bool) -> list[
     """The launches of one layer in a decode step of `rows` requests with `keys` cached tokens each.
 
     fused: one kernel per operation, which reads each input once and writes each output once; otherwise torch's
-    kernels, line by line. Matrix products and attention are the same in both; attention counts as one launch. The
+    kernels, line by line. Matrix products, attention and the cache write are the engine's in both. Attention has a
+    second launch, which combines what the first one made of parts of the keys; its few bytes count as none. The
     engine's kernel that rotates and writes to the cache at once is in neither.
     """
     hidden, inner = model.hidden_size, model.intermediate_size
@@ -79,19 +80,18 @@ def one_layer(model: ModelConfig, rows: int, keys: int, *, fused: bool) -> list[
     q, k, angles = empty(rows, heads, dim), empty(rows, kv_heads, dim), empty(rows, 2, dim)
     if fused:
         rotary = [Launch(FUSED, "", 2 * (2 * q.numel() + 2 * k.numel() + angles.numel()))]
-        write = [Launch(FUSED, "", 2 * 4 * k.numel())]
         norm = [Launch(FUSED, "", 2 * 4 * x.numel())]
         gate = [Launch(FUSED, "", 2 * gate_up.numel() * 3 // 2)]
     else:
         rotary = _by_torch(reference.rotary_embedding, q, k, angles)
-        write = [Launch(BY_TORCH, "", 2 * k.nbytes)] * 2  # keys, then values
         norm = _by_torch(reference.add_rms_norm, x, x, weight, 1e-6)
         gate = _by_torch(reference.gated_activation, gate_up, "gelu_tanh")
     return [
         matrix_product("qkv", hidden, (heads + 2 * kv_heads) * dim, rows),
         *rotary,
-        *write,
+        Launch(FUSED, "", 2 * 4 * k.numel()),  # keys and values are read and written
         Launch(ATTENTION, "attention", 2 * rows * (2 * keys * kv_heads + 2 * heads) * dim),
+        Launch(ATTENTION, "", 0),
         matrix_product("out", heads * dim, hidden, rows),
         *norm,
         matrix_product("gate and up", hidden, 2 * inner, rows),
