@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from minillm.cores import FREE
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.model.loader import resolve_device
@@ -24,6 +25,7 @@ from .workloads import BenchRequest
 STEADY = 0.15  # runs of the same work may differ by this share of their median
 AGAINST = {"transformers": "against_batch"}  # a peer's best batch size, in the row of minillm
 PATIENCE = 4  # a comparison that is not steady ends after this many times `repeat` rounds
+WARM_UPS = 2  # rounds of a comparison that are not counted: an engine's second run may still be slower than its third
 
 
 class Minillm:
@@ -146,7 +148,7 @@ def _alternate(
     batches: Sequence[int] | None = None,
     patience: int = PATIENCE,
 ) -> list[dict[str, Any]]:
-    """Run each contender once to warm up, then all in rotation, `repeat` times, so that disturbances hit all alike.
+    """Run all contenders in rotation, `repeat` times after warming up, so that disturbances hit all alike.
 
     A comparison goes on until the last `repeat` runs of each are close together, or until patience ends. Those runs are
     reported; if they are not steady, the row says so.
@@ -158,8 +160,9 @@ def _alternate(
         for batch in batches or batch_sizes(len(work)):
             contenders[peer.name, batch] = partial(peer.run, work, batch, temperature)
     runs: dict[tuple[str, int | None], list[float]] = {key: [] for key in contenders}
-    for contender in contenders.values():
-        contender()
+    for _ in range(WARM_UPS if peers else 1):
+        for contender in contenders.values():
+            contender()
     with other_load() as others:
         for done in range(1, repeat * (patience if peers else 1) + 1):
             for key, contender in contenders.items():
@@ -196,15 +199,16 @@ def _spread(runs: list[float]) -> float:
 
 
 def caveat(record: dict) -> str:
-    """The warning to print with a comparison that was measured on a busy machine, or an empty string."""
+    """The warning to print with a comparison whose runs differ too much, or an empty string."""
     rows = [row for row in record["results"] if row.get("spread", 0) > STEADY]
     if not rows:
         return ""
     worst = max(rows, key=lambda row: row["spread"])
-    caveat = f"This machine was busy: runs of the same work differ by {worst['spread']:.0%}"
-    if (cores := worst["other_programs_cores"]) is not None:
-        caveat += f", and other programs took {cores:.1f} of {record['machine']['cores']} cores"
-    return f"{caveat}. Do not compare speeds by this run; repeat it on a quiet machine."
+    differ, cores = f"runs of the same work differ by {worst['spread']:.0%}", worst["other_programs_cores"]
+    if cores is not None and cores < FREE:
+        return f"{differ.capitalize()}, though no other program was busy. Do not compare speeds by this run; repeat it."
+    others = "" if cores is None else f", and other programs took {cores:.1f} of {record['machine']['cores']} cores"
+    return f"This machine was busy: {differ}{others}. Do not compare speeds by this run; repeat it on a quiet machine."
 
 
 def table(results: Sequence[dict]) -> str:

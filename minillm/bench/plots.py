@@ -347,14 +347,15 @@ def _runs(ax: "Axes", place: int, row: Mapping[str, Any]) -> None:
     ax.annotate(f"{median:,.0f}", top, xytext=(0, 4), textcoords="offset points", ha="center")
 
 
-def log_scale(ax: "Axes") -> None:
-    """Make the y axis logarithmic, with plain numbers as ticks: 1, 2, 5, 10."""
+def log_scale(ax: "Axes", name: str = "y") -> None:
+    """Make the axis called `name` logarithmic, with plain numbers as ticks: 1, 2, 5, 10."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter("{x:,g}")
-    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set(**{f"{name}scale": "log"})
+    axis = ax.xaxis if name == "x" else ax.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def short(value: float) -> str:

@@ -235,18 +235,25 @@ def _load() -> Finding:
     return Finding("load", found, "busy", fix)
 
 
-def _memory() -> Finding:
-    """Free memory on Linux, total memory elsewhere; at most a container's limit."""
+def free_memory() -> int | None:
+    """Bytes of free memory on Linux, of total memory elsewhere, at most a container's limit; None if not known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         bytes_free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except OSError:
         if not hasattr(os, "sysconf"):
-            return Finding("memory", "not known on this system")
+            return None
         bytes_free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         bytes_free = min(bytes_free, int(text))
+    return bytes_free
+
+
+def _memory() -> Finding:
+    bytes_free = free_memory()
+    if bytes_free is None:
+        return Finding("memory", "not known on this system")
     return _room("memory", bytes_free, MEMORY_GIB, "close other programs, or take a smaller max_num_seqs")
 
 

@@ -78,7 +78,7 @@ def test_the_record_lists_every_run_and_is_the_last_line(model_directory, tmp_pa
     assert sum("minillm" in line for line in lines[:-1]) == 2
 
 
-def test_engines_alternate_after_a_warm_up_of_each():
+def test_engines_alternate_after_two_warm_ups_of_each():
     order = []
 
     class Contender:
@@ -92,7 +92,24 @@ def test_engines_alternate_after_a_warm_up_of_each():
     rows = offline._alternate(Contender("a"), [Contender("b")], REQUESTS, {"output_tokens": 18}, 2, 1.0)
     turn = [("a",), ("b", 8)]
     assert order[:6] == turn * 3
-    assert rows[0]["unsteady_runs"][0] == 3, "the warm-up must not be counted"
+    assert rows[0]["unsteady_runs"][0] == 5, "the warm-ups must not be counted"
+    order.clear()
+    (alone,) = offline._alternate(Contender("a"), [], REQUESTS, {"output_tokens": 18}, 2, 1.0)
+    assert alone["runs"] == [2, 3], "without a comparison one is enough"
+
+
+@pytest.mark.parametrize(
+    ("cores", "said"),
+    [
+        (0.0, "Runs of the same work differ by 74%, though no other program was busy. Do not"),
+        (0.9, "This machine was busy: runs of the same work differ by 74%, and other programs took 0.9 of 2 cores."),
+        (None, "This machine was busy: runs of the same work differ by 74%. Do not"),
+    ],
+)
+def test_a_comparison_whose_runs_differ_warns_and_blames_only_programs_that_were_busy(cores, said):
+    record = {"machine": {"cores": 2}, "results": [{"spread": 0.74, "other_programs_cores": cores}, {"spread": 0.1}]}
+    assert offline.caveat(record).startswith(said)
+    assert offline.caveat({"results": [{"spread": offline.STEADY}, {}]}) == ""
 
 
 def test_batched_transformers_generates_the_same_tokens_as_alone(transformers_peer):

@@ -98,4 +98,18 @@ FAULTS = (
         '"dirty": False',
         "tests/bench/test_records.py -k uncommitted_changes",
     ),
+    Fault(
+        "an engine's second run counts in a comparison, although it is slower than the next",
+        OFFLINE,
+        "for _ in range(WARM_UPS if peers else 1):",
+        "for _ in range(1):",
+        "tests/bench/test_offline.py -k two_warm_ups",
+    ),
+    Fault(
+        "a comparison blames other programs where there are none",
+        OFFLINE,
+        "if cores is not None and cores < FREE:",
+        "if cores is not None and cores < 0:",
+        "tests/bench/test_offline.py -k blames_only",
+    ),
 )

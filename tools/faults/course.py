@@ -4,6 +4,7 @@ from . import Fault
 
 CHECKS, LESSON = "minillm/course/shared/checks.py", "minillm/course/making/lesson.py"
 JUDGE = "minillm/course/grading/judge.py"
+UNDER_LOAD = "minillm/course/lesson_99/under_load.py"
 HELD_OUT, HELD_OUT_TESTS = "minillm/course/shared/held_out.py", "tests/course/shared/test_held_out.py"
 
 FAULTS = (
@@ -191,5 +192,40 @@ FAULTS = (
         '"docs/talking_points.md", ',
         "",
         "tests/course/making/test_export.py -k no_solution",
+    ),
+    Fault(
+        "a part of the learner's that fails under load ends lesson 99's comparison",
+        UNDER_LOAD,
+        "except (serve.LoadError, OverrideError, Unreachable) as error:",
+        "except Unreachable as error:",
+        "tests/course/lesson_99/test_under_load.py -k ends_no_other",
+    ),
+    Fault(
+        "the control is the norm that is in place, not the engine's",
+        UNDER_LOAD,
+        'own = operations.own[operations.names.index("rms_norm")]',
+        "own = operations.rms_norm",
+        "tests/course/lesson_99/test_under_load.py -k control",
+    ),
+    Fault(
+        "a ratio to the engine is that of the first run",
+        UNDER_LOAD,
+        'return statistics.median(run["output_tokens_per_s"] for run in self.runs)',
+        'return self.runs[0]["output_tokens_per_s"]',
+        "tests/course/lesson_99/test_under_load.py -k ratios",
+    ),
+    Fault(
+        "Gemma 2B is loaded where it does not fit",
+        "minillm/course/lesson_99/large_model.py",
+        "if found := problem():",
+        "if (found := problem()) and False:",
+        "tests/course/lesson_99/test_large_model.py -k refused",
+    ),
+    Fault(
+        "one long gap fills the histogram of lesson 99",
+        "minillm/course/lesson_99/pictures.py",
+        '    plots.log_scale(axis, "x")\n    axis.set(xlabel="milliseconds between',
+        '    axis.set(xlabel="milliseconds between',
+        "tests/course/lesson_99/test_pictures.py -k histogram",
     ),
 )

@@ -10,6 +10,7 @@ import numpy as np
 from minillm.bench import plots
 
 TOKEN, LONGEST, OTHER = "#4c78a8", "#e45756", "#f58518"
+SHORTEST_MS = 0.1
 
 
 def request(due: float, arrivals: Sequence[tuple[float, int]]) -> None:
@@ -47,12 +48,18 @@ def _span(axis: Any, start: float, end: float, height: float, text: str) -> None
 
 
 def gaps(seconds: Sequence[float], marks: Mapping[str, float]) -> None:
-    """A histogram of gaps, with vertical lines at `marks`, which are in seconds too."""
+    """A histogram of gaps on a logarithmic axis, with vertical lines at `marks`, which are in seconds too.
+
+    Gaps below SHORTEST_MS, of tokens that arrived together, are drawn there.
+    """
+    ms = [max(SHORTEST_MS, 1e3 * each) for each in seconds]
     _, axis = plt.subplots(figsize=(10, 2.4), layout="constrained")
-    axis.hist([1e3 * each for each in seconds], bins=60, color=TOKEN)
+    edges = np.geomspace(min(ms) * 0.99, max(ms) * 1.01, 61)
+    axis.hist(ms, bins=edges.tolist(), color=TOKEN)
     for (name, value), color in zip(marks.items(), ("black", OTHER, LONGEST, "dimgray"), strict=False):
         style = ":" if name == "mean" else "-"
-        axis.axvline(1e3 * value, color=color, ls=style, label=f"{name}: {1e3 * value:.1f} ms")
+        axis.axvline(max(SHORTEST_MS, 1e3 * value), color=color, ls=style, label=f"{name}: {1e3 * value:.1f} ms")
+    plots.log_scale(axis, "x")
     axis.set(xlabel="milliseconds between two tokens", ylabel="gaps")
     axis.legend(ncols=len(marks))
     axis.spines[["top", "right"]].set_visible(False)

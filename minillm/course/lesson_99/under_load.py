@@ -1,0 +1,123 @@
+"""One load for several engines: the engine's own parts, a learner's, and each of these alone.  Lesson 99."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minillm import ops, using
+from minillm.bench import serve
+from minillm.errors import Unreachable
+from minillm.overrides import OverrideError
+
+Replacements = Mapping[str, Callable]  # `using`'s arguments
+ENGINE, YOURS, CONTROL = "the engine", "yours", "the engine's own norm, by `using`"
+SENT_AS_IDS = "bpe_merge"  # prompts of a load are token ids: nothing is tokenized
+
+
+@dataclass
+class Outcome:
+    """What a load found for one engine.
+
+    runs: the result of each run, as in a record of `serve.run`. calls: how often each replaced part ran. problem: why
+    a run failed; there are no others after it.
+    """
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    problem: str | None = None
+
+    @property
+    def idle(self) -> list[str]:
+        """The replaced parts that never ran."""
+        return [name for name, calls in self.calls.items() if not calls]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second: the median of the runs."""
+        return statistics.median(run["output_tokens_per_s"] for run in self.runs)
+
+    def ms(self, wait: str, percentile: str) -> float:
+        """The median of the runs' waits ("ttft_s", "itl_s" or "e2e_s") at a percentile ("p50"), in milliseconds."""
+        return 1e3 * statistics.median(run[wait][percentile] for run in self.runs)
+
+
+def alone(plain: Replacements, kernels: Replacements) -> dict[str, Replacements]:
+    """{name: replacements} with one of the parts each, for `send`. Without what a load does not call."""
+    found = {name: {name: part} for name, part in plain.items() if name != SENT_AS_IDS}
+    return found | {f"{name}, kernel": {name: part} for name, part in kernels.items()}
+
+
+def control(device: str) -> dict[str, Replacements]:
+    """The engine's own norm as a replacement: what replacing an operation costs, whoever wrote it.
+
+    On a GPU, replaced operations run without CUDA graphs.
+    """
+    operations = ops.on(device)
+    own = operations.own[operations.names.index("rms_norm")]
+    return {CONTROL: {"rms_norm": lambda *args: own(*args)}}
+
+
+def send(url: str, engines: Mapping[str, Replacements], *, rounds: int = 1, **load: Any) -> dict[str, Outcome]:
+    """Send one load to a server of this process with each of the replacements in place: {name: Outcome}.
+
+    rounds: how often all take their turn. load: options of `serve.run`; its `warmup` comes before each run. If requests
+    fail with one of the replacements, the others still run.
+    """
+    found = {name: Outcome(calls=dict.fromkeys(parts, 0)) for name, parts in engines.items()}
+    for _ in range(rounds):
+        for name, parts in engines.items():
+            outcome = found[name]
+            if outcome.problem is not None:
+                continue
+            try:
+                with using(capturable=False, **parts) as used:
+                    outcome.runs += serve.run(url, quiet=True, **load)["results"]
+            except (serve.LoadError, OverrideError, Unreachable) as error:
+                outcome.problem = str(error).splitlines()[0]
+            else:
+                outcome.calls = {part: calls + used.calls[part] for part, calls in outcome.calls.items()}
+    return found
+
+
+def table(outcomes: Mapping[str, Outcome], more: Mapping[str, Callable[[Outcome], str]] | None = None) -> str:
+    """Tokens per second and waits in milliseconds, a line for each engine. more: further columns, by their headings."""
+    columns: dict[str, Callable[[Outcome], str]] = {
+        **(more or {}),
+        "tokens/s": lambda each: f"{each.tokens_per_s:,.0f}",
+        "TTFT p50": lambda each: f"{each.ms('ttft_s', 'p50'):.1f}",
+        "ITL p50": lambda each: f"{each.ms('itl_s', 'p50'):.2f}",
+        "ITL p99 (ms)": lambda each: f"{each.ms('itl_s', 'p99'):.2f}",
+    }
+    width = max(map(len, outcomes))
+    lines = [" " * width + "".join(f"{heading:>{len(heading) + 3}}" for heading in columns)]
+    for name, outcome in outcomes.items():
+        cells = (f"{value(outcome):>{len(heading) + 3}}" for heading, value in columns.items())
+        lines.append(f"{name:{width}}" + (f"   {outcome.problem}" if outcome.problem else "".join(cells)))
+    return "\n".join(lines)
+
+
+def ratios_table(outcomes: Mapping[str, Outcome], first: Outcome) -> str:
+    """Tokens per second in multiples of `first`'s, a line for each engine: of the median, and of each run."""
+    if first.problem is not None:
+        return f"nothing to compare with: {first.problem}"
+    width = max(map(len, outcomes))
+    lines = [f"{'':{width}}  tokens/s, in multiples of the engine's"]
+    for name, outcome in outcomes.items():
+        if outcome.problem is not None:
+            said = f"  {outcome.problem}"
+        elif outcome.idle:
+            said = "  did not run"
+        else:
+            said = f"{outcome.tokens_per_s / first.tokens_per_s:6.2f}{_runs(outcome, first)}"
+        lines.append(f"{name:{width}}{said}")
+    return "\n".join(lines)
+
+
+def _runs(outcome: Outcome, first: Outcome) -> str:
+    """The ratio of each round, if there are several."""
+    pairs: Sequence[tuple[dict, dict]] = list(zip(outcome.runs, first.runs, strict=False))
+    if len(pairs) < 2:
+        return ""
+    ratios = [mine["output_tokens_per_s"] / other["output_tokens_per_s"] for mine, other in pairs]
+    return f"   rounds {min(ratios):.2f} to {max(ratios):.2f}"

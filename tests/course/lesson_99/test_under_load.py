@@ -1,0 +1,122 @@
+"""Lesson 99: one load for the engine's parts, a learner's, and each of these alone."""
+
+import pytest
+
+from minillm import LLM, ops, overrides
+from minillm.course.lesson_99 import under_load
+from minillm.course.lesson_99.under_load import Outcome
+from minillm.kv_cache import BlockPool
+from minillm.ops import reference
+from minillm.server import running
+
+LOAD = {"workload": "chat", "scale": 32, "concurrency": 2, "requests": 4, "warmup": 2}
+
+
+def run(speed, ttft=0.25, itl=0.5, p99=0.75):
+    waits = {"ttft_s": {"p50": ttft, "p99": p99}, "itl_s": {"p50": itl, "p99": p99}}
+    return {"output_tokens_per_s": speed, **waits}
+
+
+@pytest.fixture(scope="module")
+def url():
+    with LLM(device="cpu", num_blocks=32, max_num_seqs=2) as llm, running(llm) as server:
+        yield server.url
+
+
+def norm(*args):
+    return reference.rms_norm(*args)
+
+
+def broken(*args):
+    raise ZeroDivisionError("by me")
+
+
+class Pool(BlockPool):
+    pass
+
+
+def test_each_engine_serves_the_load_and_one_that_fails_ends_no_other(url):
+    engines = {"the engine": {}, "broken": {"rms_norm": broken}, "yours": {"rms_norm": norm, "block_pool": Pool}}
+    engines |= under_load.control("cpu") | {"tokenizer": {"bpe_merge": lambda symbols, ranks: symbols}}
+    found = under_load.send(url, engines, rounds=2, **LOAD)
+    assert list(found) == list(engines)
+    assert "the engine failed: by me" in found["broken"].problem and found["broken"].runs == []
+    for name in ("the engine", "yours", under_load.CONTROL):
+        assert found[name].problem is None and found[name].idle == []
+        assert [each["output_tokens"] for each in found[name].runs] == [16, 16], "two rounds of the same load"
+    assert min(found["yours"].calls.values()) > 0 and found["tokenizer"].idle == ["bpe_merge"]
+    assert not overrides.any_replaced()
+
+
+def test_a_part_that_cannot_replace_anything_has_a_problem_too(url):
+    found = under_load.send(url, {"wrong": {"no_such_part": norm}, "not callable": {"rms_norm": 3}}, **LOAD)
+    assert "no part is called 'no_such_part'" in found["wrong"].problem
+    assert "must be a function" in found["not callable"].problem
+
+
+def test_engines_take_turns_and_a_failed_one_is_not_asked_again(monkeypatch):
+    asked = []
+
+    def answer(url, **load):
+        name = overrides_now()
+        asked.append(name)
+        if name == "broken":
+            raise under_load.serve.LoadError("4 of 4 requests failed\nmore")
+        return {"results": [run(len(asked))]}
+
+    def overrides_now():
+        functions = dict(zip(ops.on("cpu").names, ops.on("cpu").functions, strict=True))
+        return getattr(functions["rms_norm"], "function", None).__name__ if overrides.any_replaced() else "engine"
+
+    monkeypatch.setattr(under_load.serve, "run", answer)
+    engines = {"a": {}, "b": {"rms_norm": broken}, "c": {"rms_norm": norm}}
+    found = under_load.send("url", engines, rounds=3)
+    assert asked == ["engine", "broken", "norm", "engine", "norm", "engine", "norm"]
+    assert found["b"].problem == "4 of 4 requests failed"
+    assert [each["output_tokens_per_s"] for each in found["a"].runs] == [1, 4, 6] and found["a"].tokens_per_s == 4
+
+
+def test_every_part_is_sent_alone_but_the_tokenizers():
+    plain, kernels = dict.fromkeys(("bpe_merge", "rms_norm", "decode_attention"), norm), {"decode_attention": broken}
+    assert under_load.alone(plain, kernels) == {
+        "rms_norm": {"rms_norm": norm},
+        "decode_attention": {"decode_attention": norm},
+        "decode_attention, kernel": {"decode_attention": broken},
+    }
+
+
+def test_the_control_is_the_engines_own_even_while_another_norm_is_in_place():
+    before = under_load.control("cpu")[under_load.CONTROL]["rms_norm"]
+    with overrides.using(rms_norm=broken):
+        inside = under_load.control("cpu")[under_load.CONTROL]["rms_norm"]
+    import torch
+
+    x, weight = torch.randn(2, 8), torch.randn(8)
+    torch.testing.assert_close(before(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(inside(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+
+
+def test_the_table_has_medians_of_the_runs_in_milliseconds():
+    outcomes = {
+        "the engine": Outcome([run(3000), run(1000), run(2000, ttft=1, itl=2, p99=3)]),
+        "yours": Outcome(problem="4 of 4 failed"),
+    }
+    head, engine, yours = under_load.table(outcomes).splitlines()
+    assert head.split() == ["tokens/s", "TTFT", "p50", "ITL", "p50", "ITL", "p99", "(ms)"]
+    assert engine.split() == ["the", "engine", "2,000", "250.0", "500.00", "750.00"]
+    assert yours.split() == ["yours", "4", "of", "4", "failed"]
+
+
+def test_ratios_are_of_medians_with_those_of_each_round():
+    engine = Outcome([run(100), run(200), run(300)])
+    found = {
+        "slower": Outcome([run(90), run(100), run(150)], {"rms_norm": 7}),
+        "never": Outcome([run(100)] * 3, {"policy": 0}),
+        "failed": Outcome(problem="4 of 4 failed"),
+    }
+    _, slower, never, failed = under_load.ratios_table(found, engine).splitlines()
+    assert slower.split() == ["slower", "0.50", "rounds", "0.50", "to", "0.90"]
+    assert never.split() == ["never", "did", "not", "run"] and failed.split()[1:] == ["4", "of", "4", "failed"]
+    single = under_load.ratios_table({"one": Outcome([run(50)])}, Outcome([run(100)])).splitlines()[1]
+    assert single.split() == ["one", "0.50"], "one round has no range"
+    assert "4 of 4" in under_load.ratios_table(found, found["failed"])
