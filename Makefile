@@ -78,7 +78,7 @@ explore: $(READY)
 
 lab: $(READY)
 	$(BIN)/python -m minillm.course.making.build lab
-	$(BIN)/jupyter lab --notebook-dir lab $(ARGS)
+	$(BIN)/jupyter lab --notebook-dir lab --LabApp.news_url=None $(ARGS)
 
 notebooks: $(READY)
 	$(BIN)/python -m minillm.course.making.build notebooks $(NOTEBOOK) $(ARGS)

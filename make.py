@@ -58,10 +58,11 @@ def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
     build = [PYTHON, "-m", "minillm.course.making.build"]
     variables, pytest = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}, [PYTHON, "-m", "pytest", *IN_PARALLEL]
     notebooks = ("--nbval", "--nbval-current-env")
+    lab = ["lab", "--notebook-dir", "lab", "--LabApp.news_url=None"]  # it doesn't ask about its own news
     return {
         "setup": [],
         "demo": [({}, [*build, "demo"])],
-        "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), "lab", "--notebook-dir", "lab", *more])],
+        "lab": [({}, [*build, "lab"]), ({}, [str(BIN / "jupyter"), *lab, *more])],
         "site": [({}, [PYTHON, "tools/build_site.py"])],
         "notebooks": [({}, [*build, "notebooks", *more])],
         "test": [(variables, [*pytest, *notebooks, "-m", "not proof"])],

@@ -56,18 +56,19 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All findings, in the order in which they are printed."""
+    triton, gpu = _triton(), _cuda()
     findings = [
         _python(),
         *_checkout(),
         *_packages(),
-        _triton(),
-        _cuda(),
+        triton,
+        gpu,
         _load(),
         _memory(),
         _disk(),
         _model(),
         *_offers(),
-        _gemma(),
+        _gemma(used=triton.state == gpu.state == "ok"),
     ]
     return [*findings, *(_extra(name, purpose) for name, purpose in EXTRAS.items())]
 
@@ -315,14 +316,21 @@ def gemma_directory() -> Path | None:
     return None
 
 
-def _gemma() -> Finding:
+def _gemma(used: bool) -> Finding:
+    """used: whether lessons run on a GPU here. On a CPU they run tiny-gemma, so there is nothing to download."""
     place = gemma_directory()
     if place:
-        return Finding("Gemma 2B", str(place))
-    named = os.environ.get("MINILLM_GEMMA")
-    found = f"no config.json in MINILLM_GEMMA={named}" if named else "no weights here; none are downloaded"
-    fix = "accept its license and run `hf download google/gemma-2b-it`, or set MINILLM_GEMMA to its directory"
-    return Finding("Gemma 2B", found, "missing", fix)
+        return Finding("Gemma 2B", f"{place}{'' if used else '; lessons use it on a GPU only'}")
+    if named := os.environ.get("MINILLM_GEMMA"):
+        fix = "set MINILLM_GEMMA to the directory that has its config.json"
+        return Finding("Gemma 2B", f"no config.json in MINILLM_GEMMA={named}", "missing", fix)
+    if not used:
+        return Finding("Gemma 2B", "no weights here; lessons use them on a GPU only", "missing")
+    fix = (
+        "accept its license at https://huggingface.co/google/gemma-2b-it, run `hf auth login` and "
+        "`hf download google/gemma-2b-it`; or set MINILLM_GEMMA to its directory"
+    )
+    return Finding("Gemma 2B", "no weights here; none are downloaded", "missing", fix)
 
 
 def _checkout() -> Iterator[Finding]:

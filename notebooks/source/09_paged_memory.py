@@ -1,12 +1,16 @@
 # %% [markdown]
 # # 09 · Paged memory
 #
+# Lessons 05 to 08 made weights, keys and values smaller. How many requests fit now depends on how the cache's memory is
+# handed out. A request grows by a token in each step, and its final length is not known in advance. A cache that
+# reserves room for the longest possible text is mostly empty, however small its numbers are.
+#
 # After this lesson you can say what a contiguous KV cache wastes, and measure it on a traffic trace; explain paged
 # attention on paper with two short requests; write the block pool that a whole engine runs on; and let requests with
 # the same beginning share memory safely, and keep that memory for later requests.
 #
-# **90 minutes.** **Needs:** a CPU, and lesson 02 (attention, the KV cache and what it costs). No GPU: this lesson is
-# bookkeeping, which the engine does on the CPU anyway.
+# **90 minutes.** **Needs:** a CPU, and lesson 02 (attention, the KV cache and what it costs); nothing from 05 to 08. No
+# GPU: this lesson is bookkeeping, which the engine does on the CPU anyway.
 
 # %%
 import math

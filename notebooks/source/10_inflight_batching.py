@@ -10,9 +10,10 @@
 # * say what happens when the cache runs out of memory;
 # * write a scheduling policy that prefers short prompts and never starves a long one.
 #
-# **90 minutes. Needs:** a CPU, and lessons 00 and 02; lesson 09 helps with sections 2 and 5. You should know what
-# *prefill* (the model runs a prompt's tokens together) and *decode* (it generates an answer one token at a time) are.
-# On a GPU, the timed part of section 4 runs Gemma 2B, with random weights if the trained ones are not installed.
+# **90 minutes, plus 21 optional (sections 7 to 12). Needs:** a CPU, and lessons 00 and 02; lesson 09 helps with
+# sections 2 and 5. You should know what *prefill* (the model runs a prompt's tokens together) and *decode* (it
+# generates an answer one token at a time) are. On a GPU, the timed part of section 4 runs Gemma 2B, with random weights
+# if the trained ones are not installed.
 
 # %%
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """`minillm doctor` says what runs here and how to fix what does not."""
 
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -137,6 +138,23 @@ def test_gemma_is_found_in_the_cache_or_at_minillm_gemma(monkeypatch, tmp_path):
     assert doctor.gemma_directory() == snapshot
     monkeypatch.setenv("MINILLM_GEMMA", str(tmp_path / "elsewhere"))
     assert doctor.gemma_directory() is None
+
+
+@pytest.mark.parametrize(("gpu", "triton"), [("ok", "ok"), ("missing", "ok"), ("ok", "missing")])
+def test_gemma_is_recommended_only_where_lessons_would_run_it(monkeypatch, tmp_path, gpu, triton):
+    monkeypatch.delenv("MINILLM_GEMMA", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor, "_cuda", lambda: Finding("GPU", "a GPU", gpu))
+    monkeypatch.setattr(doctor, "_triton", lambda: Finding("triton", "a version", triton))
+    (finding,) = (each for each in doctor.examine() if each.name == "Gemma 2B")
+    assert finding.state == "missing"
+    if gpu == triton == "ok":
+        assert re.search("license.*`hf auth login`.*`hf download google/gemma-2b-it`", finding.fix)
+    else:
+        assert not finding.fix and "on a GPU only" in finding.found
+    monkeypatch.setenv("MINILLM_GEMMA", str(tmp_path / "elsewhere"))
+    (finding,) = (each for each in doctor.examine() if each.name == "Gemma 2B")
+    assert "config.json" in finding.fix
 
 
 def test_this_machine_meets_the_minimum():

@@ -63,7 +63,7 @@ def test_jupyterlabs_and_the_builders_options_are_passed_on_and_other_targets_ha
     assert built.endswith("making.build notebooks 09 --busy")
     assert built == commands("notebooks", "NOTEBOOK=09", "ARGS=--busy")[-1].strip()
     printed = subprocess.check_output([*twin, "lab", "--allow-root", "--ip", "0.0.0.0"], text=True)
-    assert printed.endswith("jupyter lab --notebook-dir lab --allow-root --ip 0.0.0.0\n")
+    assert printed.endswith("jupyter lab --notebook-dir lab --LabApp.news_url=None --allow-root --ip 0.0.0.0\n")
     refused = subprocess.run([*twin, "demo", "--allow-root"], capture_output=True, text=True)
     assert refused.returncode == 2 and "--allow-root" in refused.stderr
 

@@ -238,6 +238,13 @@ def test_a_lesson_states_the_minutes_that_its_sections_take(learners_source):
     assert 30 <= sum(each.minutes for each in needed) <= 95
 
 
+def test_optional_minutes_in_the_first_cell_are_those_of_the_optional_sections(learners_source):
+    text = learners_source.read_text(encoding="utf-8")
+    if stated := re.search(r"^# \*\*\d+ minutes, plus (\d+) optional", text, re.MULTILINE):
+        optional = re.findall(r"^# ## .*optional.* (\d+) min$", text, re.MULTILINE | re.IGNORECASE)
+        assert int(stated[1]) == sum(map(int, optional))
+
+
 def test_engine_code_shown_in_a_lesson_equals_the_engines_source(notebook):
     """Compares syntax trees: what a lesson shows is what runs."""
     for cell in notebook.cells:
