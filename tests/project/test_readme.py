@@ -1,4 +1,4 @@
-"""The README and docs/: the two commands come first, figures come from records, and links work."""
+"""The README and docs/: the commands come first, figures come from records, and links work."""
 
 import importlib.util
 import re
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from minillm.bench import records
+from minillm.course.making import build
 from minillm.kernels.quantized_inputs import FAST
+from tools import lesson_minutes
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,11 +24,23 @@ def draw():
     return module
 
 
-def test_the_first_screen_has_the_picture_and_the_two_commands():
+def test_the_first_screen_has_the_picture_and_the_commands_the_learners_first():
     screen = "\n".join(README.splitlines()[:20])
     assert "(docs/at_work.svg)" in screen
-    assert re.search(r"^make demo ", screen, re.MULTILINE)
-    assert re.search(r"^make test ", screen, re.MULTILINE)
+    assert re.findall(r"^make (\w+) ", screen, re.MULTILINE) == ["lab", "demo", "test"]
+
+
+def test_the_hours_of_the_course_are_those_of_its_lessons():
+    """To half an hour; optional sections apart."""
+    lessons = [lesson_minutes.stated(source) for source in build.sources([])]
+    headings = "\n".join(source.read_text(encoding="utf-8") for source in build.sources([]))
+    optional = re.findall(r"^# ## .*optional.* (\d+) min$", headings, re.MULTILINE | re.IGNORECASE)
+    (count, hours, more) = map(int, re.search(r"(\d+)\s+lessons take (\d+) hours, and (\d+) more", README).groups())
+    assert count == len(lessons)
+    assert abs(hours - sum(lessons) / 60) <= 0.5
+    assert abs(more - sum(map(int, optional)) / 60) <= 0.5
+    low, high = map(int, re.search(r"Each takes (\d+) to (\d+) minutes", README).groups())
+    assert low <= min(lessons) < low + 10 and high - 10 < max(lessons) <= high
 
 
 def test_the_figures_equal_the_records(draw):
