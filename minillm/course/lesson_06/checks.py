@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, Explained
 
 SECONDS = 10.0
 STRENGTHS = [step / 10 for step in range(10)]
@@ -105,7 +105,8 @@ def _(make):
 
 
 @statistics.property(
-    "the sums are in float64", hint="`x.double()` first: x^T x in the dtype of x has already lost its last digits"
+    "the sums are in float64",
+    hint="`x.double()` first: x^T x in the dtype of x has already lost its last digits; and no .float() in `error`",
 )
 def _(make):
     x = (correlated(50, 4) * 1e3).float()
@@ -116,6 +117,11 @@ def _(make):
         assert got.dtype == torch.float64, f"`{name}` is {got.dtype}"
         lost = ((got - value).abs().max() / value.abs().max()).item()
         assert lost < 1e-12 or lost > 1e-3, f"`{name}`, of float32 inputs, is off by a share of {lost:.0e}"
+    difference = drawn(3, 4, seed=5)
+    right = (difference @ wanted["second_moment"] * difference).sum(1)
+    got = found.error(difference.clone()).flatten()
+    lost = ((got - right).abs() / right).max().item() if got.shape == right.shape else 1.0
+    assert lost < 1e-12 or lost > 1e-3, f"error(), of float64 differences, is off by a share of {lost:.0e}"
 
 
 @statistics.property(
@@ -164,6 +170,12 @@ def pairs(scales: Tensor) -> Tensor:
 
 def formula(magnitude: Tensor, strength: float) -> Tensor:
     powers = magnitude.clamp(min=1e-4) ** strength
+    return powers / (powers.max() * powers.min()).sqrt()
+
+
+def raised_powers(magnitude: Tensor, strength: float) -> Tensor:
+    """As in the authors' code."""
+    powers = (magnitude**strength).clamp(min=1e-4)
     return powers / (powers.max() * powers.min()).sqrt()
 
 
@@ -287,6 +299,11 @@ def _(solution):
             return  # the search itself is wrong
         wanted, where = formula(magnitude, strength), f"magnitude {size:g} at input 3, strength {strength:g}"
         right = torch.allclose(scales.double(), wanted, rtol=1e-4)
+        if not right and torch.allclose(scales.double(), raised_powers(magnitude, strength), rtol=1e-4):
+            raise Explained(
+                f"{where}: these are powers raised to 1e-4, as in the authors' code and the engine's. The exercise "
+                "raises magnitudes to 1e-4, before the power"
+            )
         assert right, f"{where}: expected {wanted[3]:.4f}, got {scales[3]:.4f}"
         said = f"{where}: the error is {errors[strength]:.3f}, and that of {best:g} is {errors[best]:.3f}"
         assert errors[strength] <= errors[best] * (1 + 1e-9), said

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..shared.checks import Exercise
+from ..shared.differences import apart
 from .calibrated import Grid
 from .calibrated import compensate as solved_for
 from .checks import SECONDS, correlated, drawn, tensor, unchanged
@@ -44,7 +45,8 @@ def _(solution):
 def _first(solution: Callable) -> bool:
     """Whether column 0 of a single row is right; if not, another property says so."""
     weights, value = drawn(1, 3), drawn(1, seed=9)
-    return close(compensated(solution, weights, 0, value, moment_of(3)), solved_for(weights, 0, value, moment_of(3)))
+    found = compensated(solution, weights, 0, value, moment_of(3))
+    return torch.allclose(found, solved_for(weights, 0, value, moment_of(3)), rtol=0, atol=1e-9)
 
 
 @compensate.property(
@@ -59,7 +61,12 @@ def _(solution):
         errors = [((each - weights) @ moment * (each - weights)).sum().item() for each in (found, wanted)]
         said = f"expected {value.item():.4f} at the fixed weight, got {found[0, 0]:.4f}"
         assert close(found[:, 0], value), said
-        assert close(found, wanted), f"output error {errors[0]:.4f}; possible is {errors[1]:.4f}"
+        had, possible = apart(errors[0], errors[1])
+        assert close(found, wanted), f"output error {had}; possible is {possible}"
+        off = (found - wanted).abs().max().item()
+        assert off < 1e-9, (
+            f"the weights are off by {off:.0e}: invert H in float64, as it is, and add nothing to its diagonal"
+        )
 
 
 @compensate.property("any column can be the fixed one", hint="use `at`, not 0; columns before `at` adjust too")
@@ -117,6 +124,25 @@ class Whole:
     def codes(self, column: Tensor, scale: Tensor) -> Tensor:
         _column(column, scale)
         return column.round().clamp(-8, 7).to(torch.int8)
+
+
+class Even(Whole):
+    """A grid of even numbers: a code is the nearest even one."""
+
+    def codes(self, column: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(column / 2, scale).clamp(-4, 3) * 2
+
+
+class Noted(Whole):
+    """Keeps the columns that it rounds."""
+
+    def __init__(self, group_size: int):
+        super().__init__(group_size)
+        self.columns: list[Tensor] = []
+
+    def codes(self, column: Tensor, scale: Tensor) -> Tensor:
+        self.columns.append(column.double().clone())
+        return super().codes(column, scale)
 
 
 class Checked(Grid):
@@ -257,6 +283,22 @@ def _(solution):
     assert right, f"not whole numbers from -8 to 7: {codes[0, :3].tolist()}, ..."
     wanted, _ = by_definition(weight, factor, Checked(8))
     assert codes.equal(wanted.double()), "weights near 1, one group: these are not the codes of their steps"
+    wanted, _ = by_definition(4 * weight, factor, Even(8))
+    codes, _ = rounded(solution, 4 * weight, factor, Even(8))
+    assert codes.equal(wanted.double()), "a grid of even codes: the codes are not those that grid.codes gives"
+
+
+@gptq.property("nothing is rounded to float32", hint="`weight.clone()` keeps the dtype of the weight: no .float()")
+def _(solution):
+    if not _all_groups(solution):
+        return
+    weight, factor = large(4, 8, 5), factor_of(8, 5)
+    mine, right = Noted(4), Noted(4)
+    rounded(solution, weight, factor, mine)
+    by_definition(weight, factor, right)
+    pairs = zip(mine.columns, right.columns, strict=False)
+    off = max(((one - other).abs().max().item() for one, other in pairs), default=0.0)
+    assert off < 1e-9 or off > 1e-3, f"the columns that grid.codes got are off by {off:.0e}: is any step in float32?"
 
 
 @gptq.property("the arguments stay as they were", hint="work on `weight.clone()`: slices of a tensor share its memory")

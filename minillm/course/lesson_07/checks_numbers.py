@@ -101,7 +101,9 @@ def _(function):
 def _(function):
     x = _drawn(2, 3, 8)
     shapes = {"[8]": x[0, 0], "[3, 8]": x[0], "[8, 8]": _drawn(8, 8), "[2, 3, 8]": x, "[2, 1, 8]": x[:, :1]}
-    for what, given in (shapes | {"[2, 3, 8], not contiguous": _drawn(8, 3, 2).permute(2, 1, 0)}).items():
+    shapes |= {"[3, 8], the transpose of [8, 3],": _drawn(8, 3).T}
+    shapes |= {"[2, 3, 8], not contiguous": _drawn(8, 3, 2).permute(2, 1, 0)}
+    for what, given in shapes.items():
         alone = [_like(function, token[None].clone()) for token in given.reshape(-1, 8)]
         same = torch.allclose(_like(function, given), torch.cat(alone).view(given.shape), atol=1e-6)
         assert same, f"x {what}: the result differs from that of its tokens one by one"
@@ -135,6 +137,10 @@ def _(function):
     found = function(x)
     error = (found / _lengths(found) - wanted / _lengths(wanted)).abs().max()
     assert error < 1e-12 or error > 1e-5, f"float64 was rounded on the way: errors of {error:.0e}"
+    error = (_lengths(found) / _lengths(x) - 1).abs().max()
+    assert error < 1e-12 or error > 1e-5, (
+        f"the lengths are off by a share of {error:.0e}: use math.sqrt, not its digits"
+    )
 
 
 # ---- rounding to FP8
@@ -152,8 +158,8 @@ def _expect(function: Callable, x: Tensor, wanted: Tensor, message: str) -> None
     wrong = ~(found == wanted.double())  # also for NaN
     if wrong.any():
         at = int(wrong.flatten().nonzero()[0])
-        first = [each.flatten()[at].item() for each in (x, wanted, found)]
-        raise AssertionError("{}: {:.9g} should become {:.9g}, not {:.9g}".format(message, *first))
+        given, right, got = (each.flatten()[at].item() for each in (x, wanted, found))
+        raise AssertionError(f"{message}: {given:.14g} should become {right:.9g}, not {got:.9g}")
 
 
 @round_to_e4m3.example
@@ -171,6 +177,9 @@ def _(function):
     for share in (0.0, 0.01, 0.3, 0.49, 0.49999, 0.50001, 0.51, 0.8, 0.99):
         x = low + share * (high - low)
         _expect(function, x, low if share < 0.5 else high, "from 2^-6 to 448")
+    for share in (0.5 - 1e-10, 0.5 + 1e-10):  # in float32 a half
+        x = low + share * (high - low)
+        _expect(function, x, low if share < 0.5 else high, "float64 numbers, which float32 rounds to a half")
 
 
 @round_to_e4m3.property("halves go to the even neighbor", "torch.round does that; floor(x + 0.5) does not")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..shared.checks import Exercise
+from ..shared.differences import assert_near
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 TOP = {INT8: 127.0, FP8: 448.0}
@@ -308,6 +309,13 @@ def _(function):
         given[0], given[1] = -given[0].abs() - 1, (given[1].double().abs() + 1).clamp(max=127).to(INT8)
         said = f"all scores are about -{size:g}, and three keys are hidden"
         _near(_attended(function, *given, hidden=hidden), _expected(given, hidden), said)
+
+
+@attend_codes.property("every key counts, however many there are", "a loop over tiles of keys must reach the last one")
+def _(function):
+    for keys in (17, 100, 300):
+        given = _case(2, keys, dim=keys, seed=6)
+        assert_near(_attended(function, *given), _expected(given), f"2 rows, {keys} keys", absolute=1e-6)
 
 
 @attend_codes.property("the result has the dtype of q, and its precision", "convert codes to q.dtype, and nothing else")

@@ -188,6 +188,12 @@ def _(function):
             assert each.dtype == dtype, f"weight is {dtype}: {name} are {each.dtype}"
         rounded = dtype == torch.float64 and torch.equal(scales, scales.float().double())
         assert not rounded, f"weight is float64: scales {_text(scales)} have only the precision of float32"
+    x = torch.tensor([[0.25 + 1e-10, 0.75 - 1e-10, 6.0]], dtype=torch.float64)
+    values, _ = _blocks(function, x, 3)
+    assert values[0].tolist() == [0.5, 0.5, 6], (
+        f"0.2500000001, 0.7499999999 and 6 in float64, whose scale is 1: the nearest are 0.5, 0.5 and 6, not "
+        f"{_text(values)}; float32 would round them to halves"
+    )
 
 
 # ---- fake quantization
@@ -361,6 +367,8 @@ def _(function):
     _check_front(function, {"a": (1.0, 7.0), "b": (1.00001, 7.0001)}, ["a"])
     _check_front(function, {"a": (2e-9, 2e12), "b": (1e-9, 1e12), "c": (3e-9, 3e12)}, ["b"])
     _check_front(function, {"a": (1e-9, 2e-9), "b": (2e-9, 1e-9), "c": (3e-9, 3e-9)}, ["a", "b"])
+    _check_front(function, {"a": (16_777_217,), "b": (16_777_216,)}, ["b"])  # equal in float32
+    _check_front(function, {"a": (1.0, 7.0), "b": (1.0 + 1e-12, 7.0 + 1e-12)}, ["a"])  # equal for math.isclose
 
 
 @pareto_front.property("names in the order of points", "go through points in order, and do not sort")

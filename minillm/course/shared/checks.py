@@ -29,8 +29,8 @@ class Property:
     holds: Callable[[Callable], bool | None]
 
 
-class WrongType(AssertionError):
-    """A result has another type than its exercise says: the message is complete without a hint."""
+class Explained(AssertionError):
+    """What is wrong with a result, in words that say it all: no hint follows."""
 
 
 @dataclass(frozen=True)
@@ -161,16 +161,16 @@ def check(candidate: Callable) -> None:
 
 
 def assert_int(found, given: str) -> None:
-    """Raise WrongType unless a count has an integer type, NumPy's included, as its exercise says."""
+    """Raise Explained unless a count has an integer type, NumPy's included, as its exercise says."""
     if not isinstance(found, Integral):
-        raise WrongType(f"{given}: expected an int, got {found!r}, a {type(found).__name__}")
+        raise Explained(f"{given}: expected an int, got {found!r}, a {type(found).__name__}")
 
 
 def assert_list(found, of: str) -> None:
-    """Raise WrongType unless a result is a list, as its exercise says. of: what it is a list of."""
+    """Raise Explained unless a result is a list, as its exercise says. of: what it is a list of."""
     if not isinstance(found, list):
         way_out = ": `.tolist()` makes a list of it" if hasattr(found, "tolist") else ""
-        raise WrongType(f"expected a list of {of}, got a {type(found).__name__}{way_out}")
+        raise Explained(f"expected a list of {of}, got a {type(found).__name__}{way_out}")
 
 
 def _watched(candidate: Callable, returned: list) -> Callable:
@@ -191,7 +191,7 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
         return prop.hint if prop.holds(watched) is False else None
     except NotSolvedYet:
         raise
-    except WrongType as error:
+    except Explained as error:
         return str(error)
     except AssertionError as error:
         if _raised_by(candidate, error, prop):

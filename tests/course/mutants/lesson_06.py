@@ -150,6 +150,13 @@ class Float32Sums(Statistics):
         return (difference @ self.second_moment.double() * difference).sum(1)
 
 
+@wrong("MyStatistics", fails=FLOAT64)
+class ErrorsInFloat32(Statistics):
+    def error(self, difference):
+        d = difference.float()
+        return ((d @ self.second_moment.float()) * d).sum(1)
+
+
 @wrong("MyStatistics", fails=STAYS)
 class AbsInPlace(Statistics):
     def add(self, x):

@@ -58,6 +58,18 @@ def damped(weights, at, value, moment):
     return moved(weights, at, value, column / column[at])
 
 
+@wrong("compensate", fails=BEST)
+def damped_by_a_millionth(weights, at, value, moment):
+    column = torch.linalg.inv(moment + 1e-6 * torch.eye(len(moment), dtype=moment.dtype))[:, at]
+    return moved(weights, at, value, column / column[at])
+
+
+@wrong("compensate", fails=BEST)
+def inverted_in_float32(weights, at, value, moment):
+    column = torch.linalg.inv(moment.float()).to(moment.dtype)[:, at]
+    return moved(weights, at, value, column / column[at])
+
+
 @wrong("compensate", fails=ANY_COLUMN)
 def always_the_first(weights, at, value, moment):
     column = torch.linalg.inv(moment)[:, 0]
@@ -327,3 +339,19 @@ def without_clone(weight, factor, grid):
 def divides_the_factor_in_place(weight, factor, grid):
     factor /= factor.diagonal()[:, None].clone()
     return rounded(weight, factor, grid, right(factor))
+
+
+@wrong("gptq", fails=CODES)
+def rounds_without_the_grid(weight, factor, grid):
+    class Own:
+        group_size, scale = grid.group_size, grid.scale
+
+        def codes(self, column, scale):
+            return torch.round(column / scale).clamp(-8, 7)
+
+    return rounded(weight, factor, Own(), right(factor))
+
+
+@wrong("gptq", fails="nothing is rounded to float32")
+def works_in_float32(weight, factor, grid):
+    return rounded(weight.float(), factor.float(), grid, right(factor.float()))

@@ -185,6 +185,24 @@ def at_least_a_hundredth(largest, weight, strength):
 
 
 @wrong("smooth_scales", fails="the strength divides the range")
+def numbers_of_a_hundred_thousandth_at_least(largest, weight, strength):
+    weights = weight.abs().amax(0)
+    scales = largest.clamp(min=1e-5) ** strength / weights.clamp(min=1e-5) ** (1 - strength)
+    return torch.where((largest > 0) & (weights > 0), scales, torch.ones_like(scales))
+
+
+@wrong("smooth_scales", fails="the strength divides the range")
+def scales_of_a_hundred_thousandth_at_least(largest, weight, strength):
+    return _scales(largest, weight.abs().amax(0), strength).clamp(min=1e-5)
+
+
+@wrong("smooth_scales", fails="the strength divides the range")
+def less_than_a_hundred_thousandth_is_nothing(largest, weight, strength):
+    weights = weight.abs().amax(0)
+    return _scales(largest, weights, strength, used=(largest >= 1e-5) & (weights > 0))
+
+
+@wrong("smooth_scales", fails="the strength divides the range")
 def used_from_a_thousandth_on(largest, weight, strength):
     """Takes small numbers for channels that are never used."""
     weights = weight.abs().amax(0)
@@ -199,7 +217,7 @@ def nothing_for_zeros(largest, weight, strength):
 
 @wrong("smooth_scales", fails="a channel that is never used keeps scale 1")
 def small_numbers_instead_of_zeros(largest, weight, strength):
-    return largest.clamp(min=1e-5) ** strength / weight.abs().amax(0).clamp(min=1e-5) ** (1 - strength)
+    return largest.clamp(min=1e-30) ** strength / weight.abs().amax(0).clamp(min=1e-30) ** (1 - strength)
 
 
 @wrong("smooth_scales", fails="a channel that is never used keeps scale 1")
@@ -210,7 +228,7 @@ def only_weights_of_zero(largest, weight, strength):
 
 @wrong("smooth_scales", fails="a channel that is never used keeps scale 1")
 def only_inputs_of_zero(largest, weight, strength):
-    return _scales(largest, weight.abs().amax(0).clamp(min=1e-5), strength, largest > 0)
+    return _scales(largest, weight.abs().amax(0).clamp(min=1e-30), strength, largest > 0)
 
 
 @wrong("smooth_scales", fails="a channel that is never used keeps scale 1")

@@ -107,6 +107,12 @@ def rounded_to_float32(x):
     return _transform(x.float()).to(x.dtype)
 
 
+@wrong("hadamard", fails="the result is a new tensor, in the dtype of x")
+def eight_digits_of_the_root(x):
+    steps = x.shape[-1].bit_length() - 1
+    return _transform(x, lambda size: 1) * 0.70710678**steps
+
+
 # ---- rounding to FP8
 
 
@@ -202,4 +208,12 @@ def exponent_of_the_row(x):
 
 @wrong("round_to_e4m3", fails="without torch's FP8 types")
 def conversion(x):
+    """Of float32: torch rounds float64 to float32 first, which another property sees."""
+    if x.dtype == torch.float64:
+        return _round(x, _exponent)
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+@wrong("round_to_e4m3", fails="the nearest of the numbers with three bits of mantissa")
+def rounds_to_float32_first(x):
+    return _round(x.float(), _exponent).to(x.dtype)

@@ -242,3 +242,14 @@ def result_in_float64(q, k, k_scales, v, v_scales, hidden, scale):
 def weights_in_float32(q, k, k_scales, v, v_scales, hidden, scale):
     weights = _weights(q, k, k_scales, hidden, scale).float().to(q.dtype)
     return (weights * v_scales) @ v.to(q.dtype)
+
+
+@wrong("attend_codes", fails="every key counts, however many there are")
+def the_first_sixteen_keys(q, k, k_scales, v, v_scales, hidden, scale):
+    return _attend(q, k[:16], k_scales[:16], v[:16], v_scales[:16], hidden[:, :16], scale)
+
+
+@wrong("attend_codes", fails="every key counts, however many there are")
+def whole_tiles_of_sixteen_keys(q, k, k_scales, v, v_scales, hidden, scale):
+    last = len(k) // 16 * 16 or len(k)
+    return _attend(q, k[:last], k_scales[:last], v[:last], v_scales[:last], hidden[:, :last], scale)

@@ -26,6 +26,11 @@ def last_step_from_5_on(weight, block_size, round_scales):
     return _fp4(weight, block_size, round_scales, lambda quotients: _nearest(quotients, (2, 5)))
 
 
+@wrong("quantize_fp4", fails="values and scales have the weight's dtype, and its precision")
+def quotients_in_float32(weight, block_size, round_scales):
+    return _fp4(weight, block_size, round_scales, lambda quotients: _nearest(quotients.float().to(quotients.dtype)))
+
+
 @wrong("quantize_fp4", fails="halves go to the even mantissa bit")
 def halves_up(weight, block_size, round_scales):
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=weight.dtype)
@@ -384,6 +389,22 @@ def one_name_for_equal_points(points):
 def any_other_tuple(points):
     """`is not` in place of `!=`: equal tuples may be two objects."""
     return _front(points, lambda other, mine: other is not mine and _at_least(other, mine))
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def numbers_in_float32(points):
+    rows = {name: tuple(torch.tensor(each, dtype=torch.float32).tolist()) for name, each in points.items()}
+    return _front(rows, _dominates)
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def close_numbers_are_equal(points):
+    def beats(other, mine):
+        pairs = list(zip(other, mine, strict=True))
+        close = [math.isclose(*pair) for pair in pairs]
+        return not all(close) and all(near or a < b for near, (a, b) in zip(close, pairs, strict=True))
+
+    return _front(points, beats)
 
 
 @wrong("pareto_front", fails="any number of numbers, of any size")
