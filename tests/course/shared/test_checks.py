@@ -11,6 +11,8 @@ from minillm.course import check, compare, doctor, look_back, solved, tier, your
 from minillm.course.shared import checks, predictions
 from minillm.errors import ConfigError
 
+checks.every()  # before EXERCISES is replaced, or they would be registered in what replaces it
+
 
 @pytest.fixture
 def doubled(monkeypatch):
