@@ -3,9 +3,9 @@
     python tools/lesson_minutes.py             every lesson, a line each
     python tools/lesson_minutes.py 03 09       the sections of these lessons
 
-The estimate: `WORDS` words of prose a minute, `LINES` lines of visible code a minute, plus the minutes that each
-exercise states ("**Exercise 2 (10 minutes).**"). Folded listings do not count. The rates were chosen to agree with what
-trial readers estimated for four lessons. A heading states its section's minutes ("## 3 · GeGLU · 15 min"); one that
+The estimate: `WORDS` words of prose, `LINES` lines of visible code or `PREDICTIONS` predictions a minute, plus the
+minutes that each exercise states ("**Exercise 2 (10 minutes).**"). Folded listings do not count. The rates were chosen
+to agree with what trial readers needed. A heading states its section's minutes ("## 3 · GeGLU · 15 min"); one that
 contains "optional" is left out of the lesson's sum, which its first cell states ("**75 minutes.").
 """
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from minillm.course.making import build  # noqa: E402
 from minillm.course.making.lesson import LEARNER, convert  # noqa: E402
 
-WORDS, LINES = 130, 10
+WORDS, LINES, PREDICTIONS = 130, 10, 2.2
 _HEADING = re.compile(r"^##? (.*?)(?: · (\d+) min)?$", re.MULTILINE)
 _EXERCISE = re.compile(r"\*\*Exercise \d+ \((\d+) minutes\)")
 _TOTAL = re.compile(r"\*\*(\d+) minutes\b")
@@ -34,11 +34,12 @@ class Section:
     stated: int | None
     words: int = 0
     lines: int = 0
+    predictions: int = 0
     exercises: int = 0
 
     @property
     def minutes(self) -> float:
-        return self.words / WORDS + self.lines / LINES + self.exercises
+        return self.words / WORDS + self.lines / LINES + self.predictions / PREDICTIONS + self.exercises
 
     @property
     def optional(self) -> bool:
@@ -51,6 +52,7 @@ def sections(source: Path) -> list[Section]:
     for cell in convert(source, LEARNER).cells:
         if cell.cell_type == "code":
             found[-1].lines += sum(bool(line.strip()) for line in cell.source.splitlines())
+            found[-1].predictions += cell.source.count("# your prediction: ")
             continue
         begin = 0
         for heading in _HEADING.finditer(cell.source):
@@ -88,7 +90,7 @@ def main() -> None:
         )
         print(f"   first cell {stated(source):4d}")
         for each in every if sys.argv[1:] else ():
-            size = f"{each.words:5d} words {each.lines:4d} lines"
+            size = f"{each.words:5d} words {each.lines:4d} lines {each.predictions:2d} predictions"
             print(f"    {each.minutes:5.1f}  {each.stated or '':>3}  {size}  {each.title}")
 
 

@@ -82,6 +82,13 @@ FAULTS = (
         "tests/project/test_build.py -k busy_machine",
     ),
     Fault(
+        "a step's products are measured with all threads, not with those that a step uses",
+        "minillm/course/lesson_00/step_time.py",
+        "        with executor.threads.chosen():",
+        "        if True:",
+        "tests/course/lesson_00/test_step_time.py -k as_many_threads",
+    ),
+    Fault(
         "a figure's caption swallows what looks like a tag",
         "minillm/course/shared/figures.py",
         "html.escape(words))",

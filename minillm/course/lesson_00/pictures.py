@@ -11,10 +11,10 @@ PREFILL, DECODE, FLOOR = "tab:orange", "tab:blue", "dimgray"
 
 
 def probabilities(found: Mapping[str, float], title: str) -> None:
-    """A bar per token, the most likely first, labeled with its probability."""
+    """A bar per token, the most likely first, labeled with its probability where that is at least 0.1%."""
     _, axis = plt.subplots(figsize=(7, 2.6), layout="constrained")
     bars = axis.barh(list(found), list(found.values()), color=DECODE)
-    axis.bar_label(bars, [f"{each:.1%}" if each >= 0.001 else "under 0.1%" for each in found.values()], padding=3)
+    axis.bar_label(bars, [f"{each:.1%}" if each >= 0.001 else "" for each in found.values()], padding=3)
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.1 * max(found.values())), xlabel="probability", title=title)
 
@@ -34,12 +34,14 @@ def steps(milliseconds: Sequence[float], computed: Sequence[int]) -> None:
 def columns(seconds: Mapping[int, float], numbers: int, size: int, limits: PeakRates) -> None:
     """Time to multiply `numbers` weights of `size` bytes, by number of columns, with both limits."""
     _, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    counts, first = list(seconds), seconds[min(seconds)]
+    counts, several = list(seconds), [count for count in seconds if count > 1]
+    each_column = seconds[several[0]] / several[0]  # a single column has a routine of its own
     reading = numbers * size / limits.bytes_per_s
     axis.axhline(reading * 1e3, color=FLOOR, linestyle="--", label="floor: reading the weights once")
     computing = [2 * numbers * count / limits.operations_per_s * 1e3 for count in counts]
     axis.plot(counts, computing, color="tab:red", linestyle="--", label="floor: the arithmetic")
-    axis.plot(counts, [first * count * 1e3 for count in counts], ":", color=DECODE, label="proportional to the columns")
+    proportional = [each_column * count * 1e3 for count in several]
+    axis.plot(several, proportional, ":", color=DECODE, label="proportional to the columns")
     axis.plot(counts, [each * 1e3 for each in seconds.values()], "o-", color=PREFILL, label="measured")
     axis.set(xscale="log", yscale="log", xlabel="columns", ylabel="milliseconds")
     axis.set_ylim(bottom=min(reading, *seconds.values()) * 1e3 / 3)

@@ -1,10 +1,11 @@
 """A step's work, counted, and where its time goes on a CPU.  Lesson 00."""
 
+import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +18,12 @@ from minillm.engine.engine import Engine
 from minillm.engine.llm import LLM
 from minillm.model.config import PRESETS, ModelConfig
 from minillm.request import SamplingParams
-from minillm.runner.executor import WatchedExecutor
+from minillm.runner.executor import LocalExecutor, WatchedExecutor
 from minillm.runner.launched import StepInFlight
 from minillm.scheduler.step import Step
 
-STEPS, CONTEXT = 40, 64
+ROUNDS, STEPS, CONTEXT = 7, 8, 64
+UNSTEADY = 1.5  # a typical round may take this many times as long as the fastest
 
 
 def step_work(matrices: Sequence[tuple[int, int, int]], bytes_per_number: int) -> tuple[int, int]:
@@ -78,17 +80,31 @@ def recorded(name: str) -> tuple[roofline.PeakRates, list[roofline.Point]]:
 
 @dataclass
 class StepTime:
-    """A decode step, in seconds (medians).
+    """A decode step, in seconds: of each round of measurements the median, and of these the least.
 
     products: its matrix products alone, in a loop. calls: how many torch operations it calls, views included, besides
-    the products. nbytes: of the weights. smallest: the seconds of one operation on one number.
+    the products. nbytes: of the weights. smallest: the seconds of one operation on one number. rounds: the seconds of
+    a step and of its products in each round.
     """
 
-    step: float
-    products: float
     nbytes: int
     calls: Counter[str] = field(default_factory=Counter)
-    smallest: float = 0.0
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    smallest: float = math.inf
+
+    @property
+    def step(self) -> float:
+        return min(step for step, _ in self.rounds)
+
+    @property
+    def products(self) -> float:
+        return min(products for _, products in self.rounds)
+
+    @property
+    def steady(self) -> bool:
+        """Whether most rounds were about as fast as the fastest: otherwise, other programs may have run in all."""
+        typical = [statistics.median(each) for each in zip(*self.rounds, strict=True)]
+        return self.products < self.step and typical[0] < UNSTEADY * self.step and typical[1] < UNSTEADY * self.products
 
     @property
     def others(self) -> int:
@@ -96,7 +112,7 @@ class StepTime:
 
     @property
     def overhead(self) -> float:
-        """The seconds of everything but the matrix products."""
+        """The seconds of everything but the matrix products; above 0 if the measurement is `steady`."""
         return max(0.0, self.step - self.products)
 
     @property
@@ -120,35 +136,65 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_time(requests: int = 1) -> StepTime:
-    """Measure a decode step of the embedded model, for this many requests at once, on this machine's CPU."""
+def step_times(*batches: int) -> list[StepTime]:
+    """Measure decode steps of the embedded model on this machine's CPU, one for each number of requests.
+
+    They take turns, so that a program that runs for a while disturbs a round of all, and not all rounds of one.
+    """
+    with ExitStack() as open_engines:
+        decodes = [open_engines.enter_context(_decoding(requests)) for requests in batches]
+        for _ in range(ROUNDS):
+            for decode in decodes:
+                decode.measure()
+        return [decode.found for decode in decodes]
+
+
+@contextmanager
+def _decoding(requests: int) -> Iterator["_Decode"]:
+    """The embedded model on the CPU, with this many requests whose prompts have been computed."""
     with LLM(device="cpu", run_ahead=0, enable_prefix_caching=False) as llm:
         engine = llm.engine
-        params = SamplingParams(max_tokens=2 * STEPS, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=2 * ROUNDS * STEPS, temperature=0, ignore_eos=True)
         for seed in range(requests):
             engine.submit(engine.prepare(list(range(10 + seed, 10 + seed + CONTEXT)), params))
         while engine.scheduler.waiting:
             engine.step()
         for _ in range(10):
             engine.step()
-        step = _median(engine.step, STEPS)
-        with _Counting() as counting:
-            engine.step()
-        weights = _weights(llm)
-        inputs = [torch.ones(requests, weight.shape[1]) for weight in weights]
-        one = torch.ones(1)
+        yield _Decode(llm, requests)
 
-        def products() -> None:
-            for x, weight in zip(inputs, weights, strict=True):
-                F.linear(x, weight)
 
-        def small() -> None:
-            for _ in range(100):
-                one.mul_(1.0)
+class _Decode:
+    """Measures a decode step of an engine that has this many requests, in rounds."""
 
-        with torch.inference_mode():
-            nbytes, smallest = llm.engine.model.nbytes, _median(small, STEPS) / 100
-            return StepTime(step, _median(products, STEPS), nbytes, counting.calls, smallest)
+    def __init__(self, llm: LLM, requests: int) -> None:
+        self.engine = llm.engine
+        self.found = StepTime(llm.engine.model.nbytes)
+        self._weights = _weights(llm)
+        self._inputs = [torch.ones(requests, weight.shape[1]) for weight in self._weights]
+        self._one = torch.ones(1)
+
+    @torch.inference_mode()
+    def measure(self) -> None:
+        """Add a round: steps, their products alone, and small operations, all with as many threads as a step uses."""
+        step = _median(self.engine.step, STEPS)
+        if not self.found.calls:
+            with _Counting() as counting:
+                self.engine.step()
+            self.found.calls = counting.calls
+        executor = self.engine.executor
+        assert isinstance(executor, LocalExecutor) and executor.threads is not None
+        with executor.threads.chosen():
+            self.found.rounds.append((step, _median(self._products, STEPS)))
+            self.found.smallest = min(self.found.smallest, _median(self._small, STEPS) / 100)
+
+    def _products(self) -> None:
+        for x, weight in zip(self._inputs, self._weights, strict=True):
+            F.linear(x, weight)
+
+    def _small(self) -> None:
+        for _ in range(100):
+            self._one.mul_(1.0)
 
 
 def _weights(llm: LLM) -> list[torch.Tensor]:
