@@ -124,7 +124,10 @@ def find(name: str) -> Exercise:
 
 
 def check(candidate: Callable) -> None:
-    """Print which of its exercise's properties `candidate` has, with a hint for each that it lacks.  Lesson 00."""
+    """Print which properties of its exercise `candidate` has, and explain the first failure.  Lesson 00.
+
+    One mistake often breaks several properties, so the others that fail are only named.
+    """
     name = getattr(candidate, "__name__", repr(candidate))
     try:
         exercise = find(name)
@@ -138,26 +141,22 @@ def check(candidate: Callable) -> None:
         print(f"{name}: not solved yet. Write it above and run both cells{meanwhile}.")
         return
     print(name)
-    said: set[str] = set()
+    first = next((result for result in results if result.problem and not result.needs), None)
     for result in results:
         if result.needs:
             print(f"  – {result.name} (needs {result.needs})")
             continue
         print(f"  {'✓' if result.problem is None else '✗'} {result.name}")
-        if result.problem is not None:
-            what, *hint = result.problem.splitlines()
-            if what in said:  # the same mistake breaks several properties: unrelated hints would only confuse
-                print("      the same")
-            else:
-                print(*(f"      {line}" for line in (what, *hint)), sep="\n")
-            said.add(what)
+        if result is first:
+            print(*(f"      {line}" for line in str(result.problem).splitlines()), sep="\n")
     held = sum(result.problem is None for result in results)
     if held == len(results):
         print(f"Solved: all {held} hold.")
     elif left := dict.fromkeys(result.needs for result in results if result.needs):
         print(f"{held} of {len(results)} hold so far. Still to write: {', '.join(map(str, left))}.")
     else:
-        print(f"{held} of {len(results)} hold.")
+        more = " Start with the first ✗: the others may have the same cause." if len(results) - held > 1 else ""
+        print(f"{held} of {len(results)} hold.{more}")
 
 
 def assert_int(found, given: str) -> None:
@@ -209,12 +208,14 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
 
 def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool:
     """Whether it is the candidate's own code that raised an error, and not its checker or what that passed in."""
-    parts = vars(candidate).values() if isinstance(candidate, type) else [candidate]
-    own, other = (
-        {code.co_filename for part in each if (code := getattr(part, "__code__", None))}
-        for each in (parts, [checker.holds])
-    )
-    return traceback.extract_tb(error.__traceback__)[-1].filename in own - other
+    return traceback.extract_tb(error.__traceback__)[-1].filename in _files(candidate) - _files(checker.holds)
+
+
+def _files(candidate: Callable) -> set[str]:
+    """The files of a function's code, or of a class's methods and properties; a cell of a notebook counts as one."""
+    parts = vars(candidate).values() if isinstance(candidate, type) else [inspect.unwrap(candidate)]
+    inner = (getattr(part, "fget", None) or getattr(part, "__func__", None) or part for part in parts)
+    return {code.co_filename for part in inner if (code := getattr(part, "__code__", None))}
 
 
 def _innermost(error: BaseException) -> BaseException:
@@ -225,9 +226,6 @@ def _innermost(error: BaseException) -> BaseException:
 
 def _line_of(error: BaseException, candidate: Callable) -> str:
     """The line of the candidate's source that raised an error, in words, or nothing."""
-    try:
-        file = inspect.getsourcefile(candidate)
-    except (TypeError, OSError):  # a class of a notebook has no file
-        return ""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    files = _files(candidate)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     return f" (line {lines[-1]} of its cell)" if lines else ""
