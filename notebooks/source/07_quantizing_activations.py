@@ -20,7 +20,7 @@ from minillm.bench import records
 from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
 from minillm.course.lesson_07 import eight_bits
 from minillm.course.lesson_07 import pictures as draw
-from minillm.course.shared import gains
+from minillm.course.shared import gains, real_model
 from minillm.course.shared.held_out import mean, ratio
 from minillm.course.shared.shapes import SHAPES
 from minillm.quantization import Activations, Fp8, Int4, Int8
@@ -697,6 +697,19 @@ llm.close()
 # %% [markdown]
 # Four-bit weights cause most of W4A8's loss. What the eight bits of the activations add is of the order of the errors.
 #
+# ### A model that people use
+#
+# Nobody planted the outliers of SmolLM2-135M (the record of lesson 05). `w8a8` is int8 with dynamic scales:
+
+# %%
+names = ["int8", "w8a8", "smoothquant", "w8a8-rotate", "fp8", "w8a8-static"]
+real_model.report([*names, "smoothquant-static", "fp8-static", "awq", "w4a8"])
+
+# %% [markdown]
+# Everything is here. Activations in int8 lose nine times what the weights alone do, and static scales ruin the model.
+# SmoothQuant and rotation undo most of the dynamic loss. FP8 hardly notices that its scales are static, but rotated
+# int8 loses a fifth of what it does. And W4A8 loses little more than AWQ, whose weights it has.
+#
 # What could W4A8 gain? Compute floors for Gemma 2B, as in lesson 05: a step takes at least the time to read all weights
 # at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's products of 2,048 rows.
 
@@ -743,10 +756,8 @@ gains.report(FORMATS)
 
 # %% [markdown]
 # With 3,000 requests, products of eight bits are faster and weight-only int4 hardly is; with one, int4 is fastest. FP8
-# is faster than bfloat16 in every column: it reads half the bytes and multiplies twice as fast. Heads differ too: 16
-# bits unless the name says otherwise. With the output head in FP8 too, every step reads half a gigabyte less.
-#
-# For W4A8 the engine has no kernel: it rounds the inputs to FP8, converts them back, and multiplies in 16 bits.
+# is faster than bfloat16 in every column: it reads half the bytes and multiplies twice as fast. Heads have 16 bits
+# unless the name says otherwise. W4A8 has no kernel here.
 #
 # ### What to choose
 #

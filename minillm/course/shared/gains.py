@@ -31,3 +31,13 @@ def milliseconds(method: str, requests: int) -> float:
         if (row["quantization"], row["kv_cache_dtype"], row["requests"]) == (method, "bfloat16", requests)
     ]
     return 1e3 * requests * len(rates) / sum(rates)  # bfloat16 was measured twice
+
+
+def unfused() -> float:
+    """Milliseconds that a token of one request takes longer, in bfloat16, without the fused step."""
+    took = {
+        row["name"]: 1e3 / row["output_tokens_per_s"]
+        for row in records.read("h200/ablation")["results"]
+        if (row["group"], row["requests"]) == ("fusion", 1)
+    }
+    return took["a kernel an operation"] - took["five launches a layer"]
