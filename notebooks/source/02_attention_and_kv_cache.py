@@ -332,7 +332,7 @@ print("all logits equal to nine decimals:", off < 1e-9 or f"no, off by {off:.0e}
 print("attention:", whose(attention))
 
 # %% [markdown]
-# (An attention that computes in float32 inside is right, too: its logits are off by about 1e-5.)
+# (An attention that computes in float32 inside is right, too: its logits are off by less than 1e-5.)
 #
 # Now run your attention inside the engine. The engine's own serves many requests from a paged cache (lesson 09), so an
 # adapter gathers each prompt's keys and values into one tensor and calls your function once per layer.

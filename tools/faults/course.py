@@ -89,6 +89,13 @@ FAULTS = (
         "tests/course/lesson_00/test_step_time.py -k as_many_threads",
     ),
     Fault(
+        "a record is renewed, and a lesson's words are not",
+        "data/results/h200/roofline.json",
+        '"seconds": 0.0013437666249999463',
+        '"seconds": 0.0012137666249999463',
+        "tests/course/lesson_00/test_claims.py",
+    ),
+    Fault(
         "a figure's caption swallows what looks like a tag",
         "minillm/course/shared/figures.py",
         "html.escape(words))",
