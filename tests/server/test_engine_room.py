@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs fastapi, which is not installed here")
 
 import minillm
-from minillm.engine import Engine
+from minillm.engine import Engine, snapshot
 from minillm.engine.recent import Recent
 from minillm.engine.snapshot import CACHED, FREE, LEAVING, SHARED, Snapshot
 from minillm.kv_cache import BlockPool
@@ -125,37 +125,42 @@ def test_the_cells_add_up_to_the_pool_at_every_step(run_ahead, cells):
     engine = engine_of(num_blocks=11, run_ahead=run_ahead, max_num_batched_tokens=16)
     for index in range(7):
         engine.submit(engine.prepare(PROMPT[index % 2 :], SamplingParams(max_tokens=20 + 9 * index, ignore_eos=True)))
-    seen, phases = set(), set()
+    seen, sizes, phases = set(), set(), set()
     while engine.has_work:
         engine.step()
         if engine.stats()["steps"] == 30:
             engine.abort("request-4")
         blocks = described(engine, cells)["blocks"]
         assert blocks["used"] + blocks["cached"] + blocks["free"] == blocks["total"] == 11
-        per_cell = blocks["per_cell"]
-        assert len(blocks["cells"]) == -(-11 // per_cell) <= cells
+        per_cell, more = blocks["per_cell"], blocks["more"]
+        assert len(blocks["cells"]) == -(-(11 - sum(more.values())) // per_cell) <= cells
         used = [cell not in (FREE, CACHED) for cell in blocks["cells"]]
         filled = blocks["filled"] or [int(each) for each in used]
         assert sum(filled) == blocks["used"] and [count > 0 for count in filled] == used
         if per_cell == 1:
-            assert [blocks["cells"].count(state) for state in (CACHED, FREE)] == [blocks["cached"], blocks["free"]]
+            counts = [blocks["cells"].count(state) for state in (CACHED, FREE)]
+            assert counts == [blocks["cached"] - more["cached"], blocks["free"] - more["free"]]
         rows = described(engine, cells)["rows"]
         assert {cell for cell in blocks["cells"] if cell >= 0} <= {row["row"] for row in rows}
         assert all(row["computed"] <= row["tokens"] <= row["limit"] for row in rows)
         seen |= set(blocks["cells"])
+        sizes.add(per_cell)
         phases |= {row["phase"] for row in rows}
     assert engine.stats()["preemptions"] > 0 and phases == {"prefill", "decode"}
     assert {CACHED, FREE, 0} <= seen and (cells == 7 or SHARED in seen)
+    assert sizes == ({1, 2} if cells == 7 else {1})
     engine.close()
 
 
-def test_blocks_that_a_step_in_flight_still_uses_are_leaving():
-    engine = engine_of(run_ahead=1)
+@pytest.mark.parametrize("before", [0, 20_000])
+def test_blocks_that_a_step_in_flight_still_uses_are_leaving(before):
+    engine = engine_of(run_ahead=1, num_blocks=before + 48)
+    engine.scheduler.pool.allocate(before)
     engine.submit(engine.prepare(PROMPT, LONG))
     engine.step()
     engine.abort("request-1")
     state = described(engine)
-    assert state["rows"] == [] and state["blocks"]["used"] == state["blocks"]["cells"].count(LEAVING) > 0
+    assert state["rows"] == [] and state["blocks"]["used"] - before == state["blocks"]["cells"].count(LEAVING) > 0
     engine.close()
 
 
@@ -224,14 +229,53 @@ def test_the_state_is_bounded_whatever_the_batch_and_the_pool(monkeypatch):
     state = described(engine)
     assert (state["running"], len(state["rows"])) == (100, room.LISTED)
     assert state["rows"][0]["id"] == "x" * (room.SHOWN - 1) + "…"
-    blocks = state["blocks"]
-    assert (blocks["per_cell"], len(blocks["cells"])) == (15, 2000)
-    assert sum(blocks["filled"]) == blocks["used"] == 300
     assert len(json.dumps(state)) < 40_000
     looked = []
     monkeypatch.setattr(BlockPool, "are_cached", lambda pool, blocks: [looked.append(block) for block in blocks])
     described(engine)
     assert len(looked) <= room.CELLS  # one by one, while the engine waits
+    engine.close()
+
+
+def test_of_a_large_pool_the_used_part_is_drawn_one_block_a_cell(monkeypatch):
+    """A map of the whole pool would show ten requests as a few cells, and thousands that are free."""
+    engine = engine_of(num_blocks=30_000, run_ahead=0)
+    engine.submit(engine.prepare(PROMPT, LONG))
+    while engine.has_work:
+        engine.step()
+    idle = described(engine)["blocks"]
+    cached = idle["cached"]
+    assert (idle["first"], len(idle["cells"])) == (0, 128) and idle["cells"].count(CACHED) == cached > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "_LINE", 1)
+        shortest = described(engine)["blocks"]["cells"]
+        assert (
+            shortest == idle["cells"][: len(shortest)] and shortest.count(CACHED) == cached and shortest[-1] == CACHED
+        )
+    engine.scheduler.pool.allocate(19_990)
+    for index in range(4):
+        engine.submit(engine.prepare([index + 5] * 70, LONG))
+    engine.step()
+    state = described(engine)
+    blocks, held = state["blocks"], [row["blocks"] for row in state["rows"]]
+    assert [blocks["cells"].count(row["row"]) for row in state["rows"]] == held == [5, 5, 5, 5]
+    first = 19_990 // 128 * 128
+    assert (blocks["per_cell"], blocks["first"], blocks["filled"]) == (1, first, None)
+    assert len(blocks["cells"]) == 128 and blocks["cells"].count(FREE) == 128 - 20
+    assert blocks["more"] == {"free": 30_000 - 128 - cached, "cached": cached}
+    engine.close()
+
+
+def test_used_blocks_that_lie_far_apart_share_cells():
+    engine = engine_of(num_blocks=30_000, run_ahead=0)
+    for token, between in ((5, 20_000), (6, 0)):
+        engine.submit(engine.prepare([token] * 40, LONG))
+        engine.step()
+        engine.scheduler.pool.allocate(between)
+    blocks = described(engine)["blocks"]
+    assert (blocks["first"], blocks["per_cell"], len(blocks["cells"])) == (0, 15, 2000)
+    assert sum(blocks["filled"]) == sum(row["blocks"] for row in described(engine)["rows"]) == 6
+    assert blocks["more"] == {"free": 0, "cached": 0}
     engine.close()
 
 
@@ -245,8 +289,8 @@ def test_many_who_ask_share_one_snapshot_and_a_slow_one_is_kept_longer(monkeypat
     assert states.state() is first and len(source.asked) == 1
 
     def answer(took):
-        snapshot = Snapshot.of(engine, 8, 8)
-        source.asked[-1].set_result(Snapshot(**(vars(snapshot) | {"took": took})))
+        taken = vars(Snapshot.of(engine, 8, 8)) | {"took": took}
+        source.asked[-1].set_result(Snapshot(**taken))
 
     answer(took=0.0)
     assert json.loads(first.result())["model"] == "m"

@@ -207,10 +207,16 @@ function showRows() {
 function showBlocks() {
   const { blocks } = state, { preemptions } = state.totals;
   const many = ` A cell stands for ${blocks.per_cell} blocks and shows the first row that holds one of them.`;
-  const cell = blocks.per_cell > 1 ? many : "";
+  const cell = blocks.per_cell > 1 ? many : "", { more } = blocks;
+  const others = [["free", more.free], ["cached", more.cached]].filter(([, count]) => count);
+  const last = blocks.first + blocks.cells.length - 1;
+  const part = others.length
+    ? ` The map has blocks ${whole(blocks.first)} to ${whole(last)}: ` +
+      others.map(([what, count]) => `${whole(count)} more are ${what}`).join(", ") + "."
+    : "";
   const preempted = preemptions ? ` Preemptions so far: ${whole(preemptions)}.` : "";
   const text = `${whole(blocks.total)} blocks of ${blocks.size} tokens: ${whole(blocks.used)} used, ` +
-    `${whole(blocks.cached)} cached, ${whole(blocks.free)} free.${cell}${preempted}`;
+    `${whole(blocks.cached)} cached, ${whole(blocks.free)} free.${cell}${part}${preempted}`;
   put("blocks-text", text);
   $("map").setAttribute("aria-label", "Map of cache blocks. " + text);
   layout = drawMap($("map"), blocks, pointed);
@@ -239,8 +245,8 @@ $("map").addEventListener("pointermove", (event) => {
   const index = state && layout ? cellAt(event, layout, state.blocks.cells.length) : null;
   if (index === null) return;
   const what = state.blocks.cells[index], { per_cell } = state.blocks;
-  const first = index * per_cell, last = Math.min(first + per_cell, state.blocks.total) - 1;
-  put("block-hint", (per_cell > 1 ? `Blocks ${first} to ${last}: ` : `Block ${index}: `) + named(what));
+  const first = state.blocks.first + index * per_cell, last = Math.min(first + per_cell, state.blocks.total) - 1;
+  put("block-hint", (per_cell > 1 ? `Blocks ${first} to ${last}: ` : `Block ${first}: `) + named(what));
   point(what >= 0 ? what : null);
 });
 $("map").addEventListener("pointerleave", () => {

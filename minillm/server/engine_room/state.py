@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from minillm.engine.async_llm import AsyncLLM
-from minillm.engine.snapshot import Snapshot
+from minillm.engine.snapshot import CACHED, Snapshot
 
 from ..engine_side.metrics import Metrics
 
@@ -56,10 +56,14 @@ class EngineRoom:
         """Return a snapshot and the newest latencies as an object. Times are in seconds.
 
         blocks.cells: the map, a number a cell: a row of the batch, or what `minillm.engine.snapshot` calls FREE (-1),
-        CACHED (-2), SHARED (-3) and LEAVING (-4); blocks.filled: how many of a cell's `per_cell` blocks are used.
+        CACHED (-2), SHARED (-3) and LEAVING (-4); blocks.filled: how many of a cell's `per_cell` blocks are used;
+        blocks.first: the first block in the map; blocks.more: how many are free and cached outside of it.
         """
         stats, latency = snapshot.stats, (self.engine.engine.first_waits, self.metrics.between.recent)
         cells, filled = snapshot.cells()
+        per_cell = snapshot.drawn.step
+        more = max(0, stats["blocks"] - per_cell * len(cells))
+        more_cached = stats["blocks_cached"] - cells.count(CACHED) if more else 0
         return {
             "model": self.metrics.model_name,
             "at": snapshot.at,
@@ -80,9 +84,11 @@ class EngineRoom:
                 "used": stats["blocks"] - stats["blocks_available"],
                 "cached": stats["blocks_cached"],
                 "free": stats["blocks_available"] - stats["blocks_cached"],
-                "per_cell": snapshot.per_cell,
+                "first": snapshot.drawn.start,
+                "per_cell": per_cell,
                 "cells": cells,
-                "filled": filled if snapshot.per_cell > 1 else None,
+                "filled": filled if per_cell > 1 else None,
+                "more": {"free": more - more_cached, "cached": more_cached},
             },
             "rows": _rows(snapshot),
             "latency": {
