@@ -122,7 +122,8 @@ def int8_linear(x, codes, scales, input_scale=None):
 
     x: [tokens, in], floating point. codes: [out, in] int8. scales: [out], one for each output.
     input_scale: None: each token has the scale max |x| / 127.5, or 1 if all its values are 0. Else [1], the
-    scale of all tokens. Codes of x are from -128 to 127. Returns [tokens, out] in the dtype of x.
+    scale of all tokens. Codes of x are from -128 to 127, halves rounded as by torch.round. Returns [tokens, out]
+    in the dtype of x.
     """
     # SOLUTION: the scale of each token, its codes, the sum of products of codes, then both scales
     if input_scale is None:

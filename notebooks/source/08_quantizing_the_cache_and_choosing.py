@@ -688,7 +688,7 @@ def fake_quantize(weight, bits, group_size):
     """The rounded values of a matrix, like it; the gradient passes to the weight unchanged.
 
     weight: [rows, in], floating point. bits: of a code, at least 2. group_size: neighbors in a row that share a scale;
-    it divides `in`. A group of zeros stays zeros.
+    it divides `in`. A group of zeros stays zeros. Halves are rounded as by torch.round.
     """
     # SOLUTION: scales and codes of the groups, without gradients; then the straight-through estimator
     top = 2 ** (bits - 1)

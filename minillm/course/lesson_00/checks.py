@@ -5,6 +5,7 @@ from numbers import Integral
 import torch
 
 from ..shared.checks import Exercise, assert_int, assert_list
+from ..shared.differences import assert_near, text
 
 SECONDS = 10  # for a property; a correct solution needs milliseconds
 
@@ -301,12 +302,7 @@ def _right(x, weight, eps):
 def _near(found, wanted, given: str) -> None:
     assert isinstance(found, torch.Tensor), f"expected a tensor, got {type(found).__name__}"
     assert found.shape == wanted.shape, f"expected the shape {tuple(wanted.shape)}, got {tuple(found.shape)}"
-    close = torch.allclose(found.double(), wanted.double(), rtol=1e-3, atol=1e-5)
-    assert close, f"{given}: expected {_short(wanted)}, got {_short(found)}"
-
-
-def _short(x: torch.Tensor, digits: int = 3) -> list:
-    return [[round(each, digits) for each in row] for row in x.tolist()]
+    assert_near(found, wanted, given, relative=1e-3, absolute=1e-5)
 
 
 @rms_norm.example
@@ -323,10 +319,7 @@ def _(function):
     _near(function(x.clone(), torch.ones(3), 1e-6), _right(x, 1, 1e-6), "three tokens of three numbers")
     x = torch.randn(70, 150, generator=torch.Generator().manual_seed(0))
     x = torch.cat([x, -x], dim=1)  # the mean of a row is 0: LayerNorm has a property of its own
-    found, wanted = function(x.clone(), torch.ones(300), 1e-6), _right(x, 1, 1e-6)
-    assert found.shape == x.shape, f"70 tokens of 300 numbers: got the shape {tuple(found.shape)}"
-    bad = [token for token in range(70) if not torch.allclose(found[token].double(), wanted[token], 1e-3, 1e-5)]
-    assert not bad, f"70 tokens of 300 numbers: {len(bad)} of them are wrong, the first is token {bad[0]}"
+    _near(function(x.clone(), torch.ones(300), 1e-6), _right(x, 1, 1e-6), "70 tokens of 300 numbers")
 
 
 @rms_norm.property("the row's mean is not subtracted", "that would be LayerNorm: RMSNorm only divides")
@@ -380,9 +373,8 @@ def _(function):
     # Compared with its own result for float32: other mistakes change both.
     found, wide = function(x.clone(), weight.clone(), 1e-6), function(x.float(), weight.clone(), 1e-6)
     assert isinstance(found, torch.Tensor), f"expected a tensor, got {type(found).__name__}"
-    same = torch.allclose(found.bfloat16().double(), wide.bfloat16().double(), rtol=1e-3)
-    given = f"the row {row} with weights of 1.003 gives {_short(wide, 5)} in float32"
-    assert same, f"{given}, so {_short(wide.bfloat16(), 5)} in bfloat16; got {_short(found, 5)}"
+    given = f"the row {row} with weights of 1.003 gives {text(wide)} in float32; in bfloat16"
+    assert_near(found.bfloat16(), wide.bfloat16(), given, relative=1e-3, absolute=1e-8)
 
 
 @rms_norm.property(
@@ -391,7 +383,7 @@ def _(function):
 def _(function):
     x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.5])
     found = function(x, weight, 1e-6)
-    assert x.tolist() == [[3.0, 4.0]], f"the caller's x [[3.0, 4.0]] is now {_short(x)}"
+    assert x.tolist() == [[3.0, 4.0]], f"the caller's x [[3.0, 4.0]] is now {x.tolist()}"
     assert weight.tolist() == [2.0, 0.5], f"the caller's weight [2.0, 0.5] is now {weight.tolist()}"
     assert found.data_ptr() != x.data_ptr(), "the result lies in the memory of x"
     before = found.clone()

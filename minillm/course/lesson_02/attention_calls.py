@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shared.differences import difference
+
 DIM = 8
 TOLERANCE = 1e-4  # so that a solution may compute in float32
 LONG = 140  # tokens of a long sequence: more than any block or window that a solution may have assumed
@@ -26,8 +28,10 @@ def same(got: Tensor, want: Tensor) -> bool:
     return torch.allclose(got, want.to(got.dtype), rtol=0, atol=TOLERANCE, equal_nan=True)
 
 
-def short(numbers: Tensor) -> list[float]:
-    return [round(number, 4) for number in numbers.tolist()]
+def differs(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> str:
+    """Where the two differ most, in words; an empty string if they are near."""
+    same(got, want)  # the shapes
+    return difference(got, want.to(got.dtype), absolute=tolerance)
 
 
 def plain(function: Callable) -> Attend:

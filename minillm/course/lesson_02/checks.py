@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..shared.checks import Exercise, assert_int
+from ..shared.differences import text
 from .attention_calls import (
     DIM,
     LONG,
@@ -17,12 +18,12 @@ from .attention_calls import (
     assert_later_hidden,
     assert_past_seen,
     assert_values_used,
+    differs,
     normal,
     over_cache,
     over_prompt,
     plain,
     same,
-    short,
 )
 from .cache_calls import KV_HEADS, NUMBERS, Largest, cache_of, call, numbers, tokens
 
@@ -49,14 +50,12 @@ def _example(attend: Attend) -> None:
     q, k, v = normal(1, 2, DIM), normal(1, 1, DIM, seed=1), normal(1, 1, DIM, seed=2)
     alone = attend(q, k, v, 1.0)
     want = v.expand(1, 2, DIM)
-    assert same(alone, want), (
-        f"a single token must get its own value: {short(want[0, 0, :3])}..., not {short(alone[0, 0, :3])}..."
-    )
+    assert not (said := differs(alone, want)), f"a single token must get its own value: {said}"
     # Four tokens; the last one's query matches the second one's key: it gets nearly that token's value.
     q, k, v = torch.zeros(3, 4, 1, DIM, dtype=torch.float64)
     q[3, 0, 0], k[1, 0, 0], v[:, 0, :4] = 30.0, 1.0, torch.eye(4)
     got = attend(q, k, v, 1.0)[3, 0, :4]
-    assert got[1] > 0.99, f"the last of four tokens must take nearly all from token 1: {short(got)}, not [0, 1, 0, 0]"
+    assert got[1] > 0.99, f"the last of four tokens must take nearly all from token 1: {text(got)}, not [0, 1, 0, 0]"
 
 
 attention.example(lambda function: _example(plain(function)))
@@ -73,11 +72,11 @@ def _(attend):
         got = attend(q, k, torch.eye(3, DIM, dtype=torch.float64)[:, None], scale)[2, 0, :3]
         scores = k[:, 0] @ q[2, 0]
         want = torch.softmax(scores * scale, 0)
-        assert abs(got.sum() - 1) < TOLERANCE, f"the last query's weights are {short(got)}: their sum is not 1"
-        near = f"with a scale of {scale}, the last query's weights are {short(got)}, not {short(want)}"
+        assert abs(got.sum() - 1) < TOLERANCE, f"the last query's weights are {text(got)}: their sum is not 1"
+        near = f"with a scale of {scale}, the last query's weights: {differs(got, want)}"
         for factor, what in ((1.0, "1"), (DIM**-0.5, "1 / sqrt(d)"), (scale * DIM**-0.5, "scale / sqrt(d)")):
             if factor != scale and same(got, torch.softmax(scores * factor, 0)):
-                near += f": these are the weights for a scale of {what}"
+                near += f". These are the weights for a scale of {what}"
         assert same(got, want), near
 
 
@@ -147,9 +146,8 @@ def _(attend):
             moved[..., 0] += shift  # adds `shift` to every score of head 0
             out = attend(q, moved, v, 1.0)[-1]
             assert out.isfinite().all(), f"scores around {shift:g}{where} gave nan or inf"
-            assert torch.allclose(out, usual.to(out.dtype), rtol=0, atol=1e-2), (
-                f"with {shift:g} added to all scores of a query in head 0, of {heads}, its output changed"
-            )
+            said = differs(out, usual, 1e-2)
+            assert not said, f"with {shift:g} added to all scores of a query in head 0, of {heads}: {said}"
 
 
 @_both(
@@ -377,8 +375,8 @@ def _(function):
         before = attend(q, k, v, 0.5)
         for left_k, left_v in ((3.0, 1e4), (torch.nan, torch.nan), (torch.inf, torch.inf)):
             k[5:], v[5:] = left_k, left_v
-            after = attend(q, k, v, 0.5)
-            assert same(after, before), f"slots beyond the length with {left_v:g} in them changed the output"
+            said = differs(attend(q, k, v, 0.5), before)
+            assert not said, f"slots beyond the length with {left_v:g} in them changed the output: {said}"
         for name in ("value", "key"):
             k, v = _filled(9)
             (k if name == "key" else v)[0] = torch.nan  # of a token that all queries see

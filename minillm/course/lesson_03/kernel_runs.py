@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..shared.differences import assert_near
 from ..shared.interpret import Watched, kernel_device, strays, surrounded, untouched
 
 EMPTY = -77.0  # what memory holds before a kernel writes there
@@ -71,19 +72,8 @@ def room(*shape: int, dtype=torch.float32) -> Tensor:
     return torch.full(shape, EMPTY, dtype=dtype)
 
 
-def near(found: Tensor, wanted, message: str, rtol: float = 1e-3, atol: float = 1e-4):
-    """A message that ends with a colon goes on with the first wrong element."""
-    wanted, found = torch.as_tensor(wanted).double().cpu(), found.double().cpu()
-    wrong = (~torch.isclose(found, wanted, rtol=rtol, atol=atol)).nonzero()
-    at = tuple(wrong[0].tolist()) if len(wrong) else ()
-    if len(wrong) and message.endswith(":"):
-        message += f" element {list(at)} is {found[at]:.7g}, expected {wanted[at]:.7g}"
-    assert not len(wrong), message
-
-
-def some(tensor: Tensor) -> str:
-    """A few of its numbers, for a message."""
-    return str([round(value, 4) for value in tensor.flatten()[:6].tolist()])
+def near(found: Tensor, wanted, what: str, rtol: float = 1e-3, atol: float = 1e-4):
+    assert_near(found, wanted, what, relative=rtol, absolute=atol)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

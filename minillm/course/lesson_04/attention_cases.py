@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..shared.differences import assert_near
+
 SPANS = [(0, 15), (16, 31), (48, 55), (5, 5), (8, 11), (16, 16), (30, 40)]
 SIZES = (8, 1, 5, 16)  # of a tile
 
@@ -26,10 +28,8 @@ def of_tiles(function: Callable, *tiles: tuple[Tensor, Tensor]) -> Tensor:
 
 def gives(function: Callable, want: list[float], what: str, *tiles: tuple[Tensor, Tensor]) -> None:
     """Assert that each row's output, of values with one number, is the one wanted."""
-    got = of_tiles(function, *tiles)[:, 0].tolist()
-    for row, (mine, its) in enumerate(zip(got, want, strict=True)):
-        where = f" in row {row}" if len(want) > 1 else ""
-        assert abs(mine - its) < 1e-5, f"{what} gave {mine:.5g}{where}, not {its:.5g}"
+    what = f"{what.rstrip(',')}: the output" + (" of each row" if len(want) > 1 else "")
+    assert_near(of_tiles(function, *tiles)[:, 0], want, what, absolute=1e-5)
 
 
 def growing() -> list[Tensor]:

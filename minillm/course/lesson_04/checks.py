@@ -5,9 +5,10 @@ import time
 import torch
 
 from ..shared.checks import Exercise
+from ..shared.differences import assert_near
 from . import paged_rows as paged
 from .attention_cases import cases, combined, gives, growing, of_tiles, tile, visited_tiles, weights
-from .paged_rows import DIM, near, normal, worst
+from .paged_rows import DIM, near, normal
 
 # ---- attention over keys that come in tiles
 
@@ -23,7 +24,7 @@ TILES = 40  # in the check that none is kept
 def _(function):
     scores, values = normal(3, 5), normal(5, DIM, seed=1)
     got, want = of_tiles(function, (scores, values)), scores.softmax(-1) @ values
-    assert near(got, want), f"one tile of 5 keys: {worst(got, want)}"
+    near(got, want, "one tile of 5 keys")
 
 
 @online_attention.property(
@@ -56,7 +57,7 @@ def _(function):
     want = torch.cat([scores for scores, _ in tiles], 1).softmax(-1) @ torch.cat([v for _, v in tiles])
     got = of_tiles(function, *((scores, torch.cat([v, torch.ones_like(v)], 1)) for scores, v in tiles))
     mine = got[:, :1] / got[:, 1:]
-    assert near(mine, want), f"the largest score grows a little from one tile to the next: {worst(mine, want)}"
+    near(mine, want, "the largest score grows a little from one tile to the next")
 
 
 @online_attention.property(
@@ -87,7 +88,7 @@ def _(function):
         gives(function, [1 / (1 + torch.e**-1)], what, (scores, values))
     scores, values = 5 * normal(3, 1000, seed=3), normal(1000, 2, seed=4)
     got, want = of_tiles(function, (scores, values)), scores.softmax(-1) @ values
-    assert near(got, want), f"one tile of 1,000 keys: {worst(got, want)}"
+    near(got, want, "one tile of 1,000 keys")
 
 
 @online_attention.property(
@@ -262,7 +263,7 @@ combine = Exercise("combine", seconds=SECONDS)
 @combine.example
 def _(function):
     got, want = function(normal(2, 3, 1, DIM), normal(2, 3, 1, seed=1)), normal(2, 3, 1, DIM)[:, :, 0]
-    assert near(got, want), f"a single share is the whole output: {worst(got, want)}"
+    near(got, want, "a single share is the whole output")
 
 
 @combine.property(
@@ -270,13 +271,10 @@ def _(function):
     hint="a share's weights sum to exp(log_total): weigh its output by that",
 )
 def _(function):
-    parts = weights(function, torch.tensor([0.0, 1.0, 2.0]).double())
-    got = [round(part, 3) for part in (parts / parts[0]).tolist()]
-    assert near(parts, torch.tensor([0.0, 1.0, 2.0]).softmax(-1)), (
-        f"log totals of 0, 1 and 2 have weights in proportion to {got}, not to 1, e and e²"
-    )
+    logs = torch.tensor([0.0, 1.0, 2.0]).double()
+    near(weights(function, logs), logs.softmax(-1), "weights of log totals 0, 1 and 2, in proportion 1 to e to e²")
     logs = normal(2, 3, 4, seed=2)
-    assert near(weights(function, logs), logs.softmax(-1)), "with several rows and heads, the weights are wrong"
+    near(weights(function, logs), logs.softmax(-1), "weights of several rows and heads")
     logs = normal(2, 100, seed=3)
     off = (weights(function, logs) - logs.softmax(-1)).abs().max().item()
     assert off < 1e-5, "with 100 shares, the weights are wrong"
@@ -288,7 +286,7 @@ def _(function):
 )
 def _(function):
     got = combined(function, [0.5, 1.5], [1.0, 1.0])
-    assert abs(got - 1) < 1e-6, f"two shares, each with an output of 1, gave {got:.3f}"
+    assert_near(got, 1, "two shares, each with an output of 1", absolute=1e-6)
 
 
 @combine.property(
@@ -298,14 +296,12 @@ def _(function):
 def _(function):
     for size in (1000.0, -1000.0, 1e6, -1e6):
         got = weights(function, torch.tensor([size, size - 40]).double())
-        assert near(got, torch.tensor([1.0, 0.0])), (
-            f"log totals {size:.0f} and {size - 40:.0f}: {got.tolist()}, not 1 and 0"
-        )
+        near(got, torch.tensor([1.0, 0.0]), f"weights of log totals {size:.0f} and {size - 40:.0f}")
     got = weights(function, torch.tensor([[1000.0, 1000.0], [-1000.0, -1000.0]]).double())
-    assert near(got, torch.full((2, 2), 0.5)), "a row with log totals of 1000, another with -1000: weights are not 0.5"
+    near(got, torch.full((2, 2), 0.5), "weights in a row with log totals of 1000, and in another with -1000")
     for logs in ([0.0, 1e4], [1e4, 0.0], [1e4, -torch.inf], [-torch.inf, 1e4]):
         one = combined(function, logs, [float(each == 1e4) for each in logs])
-        assert abs(one - 1) < 1e-6, f"log totals {logs}, outputs 1 (of the share with 10000) and 0: {one:.3f}"
+        assert_near(one, 1, f"log totals {logs}, outputs 1 (of the share with 10000) and 0", absolute=1e-6)
 
 
 @combine.property(
@@ -315,10 +311,10 @@ def _(function):
 def _(function):
     for logs, values in (([0.0, -torch.inf], [1.0, 1000.0]), ([-torch.inf, 0.0], [1000.0, 1.0])):
         got = combined(function, logs, values)
-        assert abs(got - 1) < 1e-6, f"a share with output 1 and an empty one, whose output is 1000, gave {got:.3f}"
+        assert_near(got, 1, "a share with output 1 and an empty one, whose output is 1000", absolute=1e-6)
     for size in (-1000.0, -1e6):
         got = combined(function, [size, -torch.inf], [5.0, 0.0])
-        assert abs(got - 5) < 1e-6, f"a share with log total {size:.0f} and output 5, and an empty one, gave {got:.3f}"
+        assert_near(got, 5, f"a share with log total {size:.0f} and output 5, and an empty one", absolute=1e-6)
 
 
 @combine.property(

@@ -5,9 +5,10 @@ import torch
 from minillm.kv_cache.layer_cache import LayerCache
 
 from ..shared.checks import Exercise
+from ..shared.differences import assert_near
 from ..shared.interpret import Watched
 from . import paged_rows as paged
-from .paged_rows import DIM, near, normal, worst
+from .paged_rows import DIM, near, normal
 
 paged_decode = Exercise("paged_decode", seconds=60.0)
 
@@ -19,7 +20,7 @@ def _(function):
     cache.v[:] = 7.0
     got = paged.run(function, cache, [40, 41], 32)
     want = torch.full((2, DIM), 7.0)
-    assert near(got, want, 1e-3), f"32 keys with values of 7: {worst(got, want)}"
+    near(got, want, "32 keys with values of 7", 1e-3)
 
 
 @paged_decode.property(
@@ -30,8 +31,11 @@ def _(function):
     cache = paged.cache_of()
     before = paged.run(function, cache, [40, 50], 32)
     cache.k[51], cache.v[51] = 3.0, 1e4
-    assert near(paged.run(function, cache, [40, 50], 32), before, 1e-3), (
-        "keys 16 to 31 are in block 50, and the result changes with the contents of block 51"
+    near(
+        paged.run(function, cache, [40, 50], 32),
+        before,
+        "keys 16 to 31 are in block 50, and the result changes with the contents of block 51",
+        1e-3,
     )
 
 
@@ -44,8 +48,11 @@ def _(function):
     cache = paged.cache_of()
     before = paged.run(function, cache, [40, 50], 32)
     cache.k[41], cache.v[41] = 3.0, 1e4
-    assert near(paged.run(function, cache, [40, 50], 32), before, 1e-3), (
-        "keys 0 to 15 are in block 40, 16 to 31 in block 50, and the result changes with the contents of block 41"
+    near(
+        paged.run(function, cache, [40, 50], 32),
+        before,
+        "keys 0 to 15 are in block 40, 16 to 31 in block 50, and the result changes with the contents of block 41",
+        1e-3,
     )
     cache.v[50:52] += 100.0
     moved = (paged.run(function, cache, [40, 50], 32) - before).abs().max()
@@ -62,13 +69,12 @@ def _(function):
     cache = LayerCache(wide.k[:, :32, :1], wide.v[:, :32, :1])
     q = normal(1, 2, 32, seed=9)
     got = paged.run(function, cache, [30], 32, q, scale=1.0)
-    assert near(got, paged.attention_of(cache, [30], 32, q, 1.0), 1e-3), (
-        "a cache with blocks of 32 slots, heads of 32 numbers and gaps between blocks and slots: a wrong output"
-    )
+    what = "a cache with blocks of 32 slots, heads of 32 numbers and gaps between blocks and slots"
+    near(got, paged.attention_of(cache, [30], 32, q, 1.0), what, 1e-3)
     cache = paged.cache_of(size=64)
     cache.k[:] = 0.0
     got, want = paged.run(function, cache, [40], 64), cache.v[40, :, 0].mean(0).expand(2, DIM)
-    assert near(got, want, 1e-3), f"64 keys with score 0 in one block of 64 slots: {worst(got, want)}"
+    near(got, want, "64 keys with score 0 in one block of 64 slots", 1e-3)
 
 
 @paged_decode.property(
@@ -77,13 +83,11 @@ def _(function):
 )
 def _(function):
     got = paged.climbing(function, [20.0], [1.0], (1.0, 1.0), 1)[0]
-    assert abs(got - 1) < 1e-3, f"a row of one key with value 1: expected 1, got {got:.5g}"
+    assert_near(got, 1, "a row of one key with value 1", absolute=1e-3)
     for more in (1, 13, 31):
         got, want = paged.climbing(function, [20.0, 20.0], [0.0, 1.0], (1.0, 1.0), 32 + more)[0], more / (32 + more)
-        assert abs(got - want) < 1e-3, (
-            f"32 keys with value 0, then {more} with value 1, all with the same score: expected {want:.5g}, got "
-            f"{got:.5g}"
-        )
+        what = f"32 keys with value 0, then {more} with value 1, all with the same score"
+        assert_near(got, want, what, absolute=1e-3)
 
 
 @paged_decode.property(
@@ -94,13 +98,13 @@ def _(function):
     cache = paged.cache_of()
     before = paged.run(function, cache, [40, 50], 20)
     cache.k[50:52, 4:], cache.v[50:52, 4:] = 3.0, 1e4
-    assert near(paged.run(function, cache, [40, 50], 20), before, 1e-3), "with 20 keys, slot 21 changes the result"
+    near(paged.run(function, cache, [40, 50], 20), before, "with 20 keys, slot 21 changes the result", 1e-3)
     cache.v[:] = 1.0
     got, want = paged.run(function, cache, [40, 50], 20), torch.ones(2, DIM)
-    assert near(got, want, 1e-3), f"20 keys with values of 1: {worst(got, want)}"
+    near(got, want, "20 keys with values of 1", 1e-3)
     cache.k[:] = -1e5
     got = paged.run(function, cache, [40, 50], 20, torch.ones(1, 2, DIM))
-    assert near(got, want, 1e-3), f"20 keys with scores far below zero and values of 1: {worst(got, want)}"
+    near(got, want, "20 keys with scores far below zero and values of 1", 1e-3)
 
 
 @paged_decode.property(
@@ -132,7 +136,7 @@ def _(function):
         part[:] = part[40].clone()  # all blocks are equal, so that only heads matter
     q = normal(1, 6, DIM, seed=9)
     got, want = paged.run(function, cache, [40, 50], 32, q, scale=1.0), paged.attention_of(cache, [40, 50], 32, q, 1.0)
-    assert near(got, want, 1e-3), "6 query heads on 3 KV heads, which have a gap between them: the output is wrong"
+    near(got, want, "6 query heads on 3 KV heads, which have a gap between them", 1e-3)
 
 
 @paged_decode.property("scores are multiplied by the scale", hint="the score is q · k times `scale`")
@@ -143,7 +147,7 @@ def _(function):
         paged.run(function, cache, paged.BLOCKS_OF_96, 96, q * by, scale=scale)
         for by, scale in ((1, 0.125), (0.125, 1))
     )
-    assert near(got, want, 1e-3), "with q times 0.125 and a scale of 1, or q and a scale of 0.125, the outputs differ"
+    near(got, want, "q and a scale of 0.125, compared with q times 0.125 and a scale of 1", 1e-3)
 
 
 @paged_decode.property(
@@ -153,22 +157,16 @@ def _(function):
 def _(function):
     for values, want in (((1.0, 1.0), 1.0), ((0.0, 1.0), 1.0), ((1.0, 0.0), 0.0)):
         got = paged.graded(function, (0.0, 20.0), values)[0]
-        assert abs(got - want) < 1e-3, (
-            f"48 keys with score 0 and value {values[0]:.0f}, then 48 with score 20 and value {values[1]:.0f}, gave "
-            f"{got:.3f}, not {want:.0f}"
-        )
+        what = f"48 keys with score 0 and value {values[0]:.0f}, then 48 with score 20 and value {values[1]:.0f}"
+        assert_near(got, want, what, absolute=1e-3)
     scores, numbers, heads = [0.0, 0.5, 2.0, 1.5, 3.0], [1.0, 0.0, 3.0, -2.0, 5.0], (1.0, -0.7)
     mine = paged.climbing(function, scores, numbers, heads)
     for factor, got in zip(heads, mine, strict=True):
         each = [round(factor * score, 2) for score in scores]
         expected = (torch.tensor(each).softmax(-1) @ torch.tensor(numbers)).item()
-        assert abs(got - expected) < 1e-3, (
-            f"five tiles with scores {each} and values {numbers}, two heads: expected {expected:.5g}, got {got:.5g}"
-        )
+        assert_near(got, expected, f"five tiles with scores {each} and values {numbers}, two heads", absolute=1e-3)
     got = paged.halves(function)
-    assert abs(got - 0.5) < 1e-3, (
-        f"512 keys with value 0, then 512 with value 1, all with score 0, gave {got:.3f}, not 0.5"
-    )
+    assert_near(got, 0.5, "512 keys with value 0, then 512 with value 1, all with score 0", absolute=1e-3)
 
 
 @paged_decode.property(
@@ -179,21 +177,17 @@ def _(function):
     half = torch.arange(paged.SIZE) % 2.0
     for factors in ((1000.0, 1000.0), (-1000.0, -1000.0), (1000.0, -1000.0)):
         got = paged.graded(function, (1.0, 1.0), (half, half), factors)
-        assert all(abs(each - 0.5) < 1e-3 for each in got), (
-            f"two heads with scores of {factors[0]:.0f} and {factors[1]:.0f}, half of the values 0, half 1, gave "
-            f"{got[0]:.3f} and {got[1]:.3f}, not 0.5"
-        )
+        what = f"two heads with scores of {factors[0]:.0f} and {factors[1]:.0f}, half of the values 0, half 1"
+        assert_near(got, [0.5, 0.5], what, absolute=1e-3)
     for size, high in ((1000.0, half), (-1000.0, 1 - half)):
         got = paged.graded(function, (size + half, size + half), (high, high))
         want = 1 / (1 + torch.e ** (-1 if size > 0 else 1))
-        assert abs(got[0] - want) < 1e-3, (
-            f"scores of {size:.0f} and {size + 1:.0f} in turn, with values {high[0]:.0f} and {high[1]:.0f}: expected "
-            f"{want:.5f}, got {got[0]:.5f}"
-        )
+        what = f"scores of {size:.0f} and {size + 1:.0f} in turn, with values {high[0]:.0f} and {high[1]:.0f}"
+        assert_near(got[0], want, what, absolute=1e-3)
     got = paged.graded(function, (0.0, -1000.0), (1.0, 0.0))
-    assert abs(got[0] - 1) < 1e-3, f"48 keys with score 0 and value 1, then 48 with score -1000, gave {got[0]:.3f}"
+    assert_near(got[0], 1, "48 keys with score 0 and value 1, then 48 with score -1000", absolute=1e-3)
     got = paged.graded(function, (0.0, 1000.0), (0.0, 1.0))
-    assert abs(got[0] - 1) < 1e-3, f"48 keys with score 0, then 48 with score 1000 and value 1, gave {got[0]:.3f}"
+    assert_near(got[0], 1, "48 keys with score 0, then 48 with score 1000 and value 1", absolute=1e-3)
 
 
 @paged_decode.property(
@@ -206,11 +200,9 @@ def _(function):
     cache.k[:] = 0.0
     cache.v[:] = 2000.0
     got, want = paged.run(function, cache, paged.BLOCKS_OF_96, 96), torch.full((2, DIM), 2000.0)
-    assert near(got, want, 1.0), f"96 keys with values of 2,000: {worst(got, want)}"
+    near(got, want, "96 keys with values of 2,000", 1.0)
     got, want = paged.tail(function), torch.full((2, DIM), 1000.0)
-    assert near(got, want, 1.0), (
-        f"32 keys with score 0, then 960 with score -8, all with values of 1,000: {worst(got, want)}"
-    )
+    near(got, want, "32 keys with score 0, then 960 with score -8, all with values of 1,000", 1.0)
 
 
 @paged_decode.property(
@@ -225,7 +217,7 @@ def _(function):
     watched: list[Watched] = []
     got = paged.run(function, cache, [40, 50], 32, q, scale=1.0, watched=watched)
     want = paged.attention_of(cache, [40, 50], 32, q, 1.0)
-    assert near(got, want, 3e-5), f"32 keys in float32, products with rounded operands: {worst(got, want)}"
+    near(got, want, "32 keys in float32 (are a product's operands rounded?)", 3e-5)
     kernels = paged.kernels_of(function)
     names = {name for kernel in kernels for name in kernel.__code__.co_names}
     if watched[0].watched:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
 
+from ..shared.differences import assert_near
 from ..shared.interpret import Watched, kernel_device, strays
 
 DIM = 16
@@ -25,18 +26,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def near(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> bool:
-    """Whether all numbers are that near. Raises AssertionError for a wrong shape, or no tensor."""
+def near(got: Tensor, want: Tensor, what: str, tolerance: float = 1e-5) -> None:
+    """Assert that it is a tensor of the shape wanted whose numbers are all that near."""
     assert isinstance(got, Tensor), f"return a tensor, not a {type(got).__name__}"
     assert got.shape == want.shape, f"the shape is {list(got.shape)}, not {list(want.shape)}"
-    return torch.allclose(got.double().cpu(), want.double().cpu(), rtol=0, atol=tolerance)
-
-
-def worst(got: Tensor, want: Tensor) -> str:
-    """The number that differs most from the one wanted, and that one, in words."""
-    mine, its = got.double().cpu().flatten(), want.double().cpu().flatten()
-    at = (mine - its).abs().nan_to_num(torch.inf).argmax()
-    return f"expected {its[at].item():.6g}, got {mine[at].item():.6g}"
+    assert_near(got, want, what, absolute=tolerance)
 
 
 def kernels_of(function: Callable) -> list[FunctionType]:

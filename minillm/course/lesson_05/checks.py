@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..shared.checks import Exercise
+from ..shared.differences import assert_near, text
 
 SECONDS = 10.0  # a tenth of a second is enough
 EXACT = 1e-6
@@ -41,15 +42,6 @@ def _double(tensor: Tensor, shape: tuple[int, int], name: str) -> Tensor:
     return tensor.double().reshape(shape)
 
 
-def _numbers(tensor: Tensor) -> str:
-    found = [each if isinstance(each, int) else float(f"{each:.4g}") for each in tensor.flatten().tolist()]
-    return ", ".join(f"{each:g}" for each in found[:8]) + (", ..." if len(found) > 8 else "")
-
-
-def _close(got: Tensor, want: Tensor) -> bool:
-    return bool(((got - want).abs() <= EXACT * want.abs().clamp(min=1e-30)).all())
-
-
 # ---- a scale for each row
 
 
@@ -68,9 +60,8 @@ def _balanced(count: int, half: int, seed: int = 0) -> Tensor:
 @rows.example
 def _(function):
     codes, scales = _by_rows(function, _tensor(ROW), 4)
-    assert abs(scales.item() - 0.2) < EXACT, f"expected the scale 0.2, got {scales.item():g}"
-    want = [3, -7, 1, 1, -3, 0]
-    assert codes[0].tolist() == want, f"expected the codes {want}, got {_numbers(codes)}"
+    assert_near(scales, torch.tensor(0.2, dtype=torch.float64), "the scale", absolute=EXACT)
+    assert_near(codes[0], torch.tensor([3, -7, 1, 1, -3, 0]), "the codes")
 
 
 @rows.property(
@@ -83,11 +74,8 @@ def _(function):
         top = 2 ** (bits - 1) - 1
         for weight in (most, most.flip(0)):
             _, scales = _by_rows(function, weight, bits)
-            want = torch.full_like(scales, 3 / top)
-            where = f"rows {weight.tolist()}, {bits} bits"
-            assert _close(scales, want), (
-                f"{where}: expected scales of 3 / {top} = {3 / top:.4g}, got {_numbers(scales)}"
-            )
+            where = f"rows {weight.tolist()}, {bits} bits: scales of 3 / {top}"
+            assert_near(scales, torch.full_like(scales, 3 / top), where, relative=EXACT)
 
 
 @rows.property(
@@ -97,11 +85,9 @@ def _(function):
     weight = _balanced(4, 3) * _tensor([14.0], [0.14], [140.0], [1.4])
     codes, scales = _by_rows(function, weight, 4)
     want = weight.abs().amax(1, keepdim=True) / 7
-    assert _close(scales, want), (
-        f"largest magnitudes 14, 0.14, 140, 1.4: expected the scales {_numbers(want)}, got {_numbers(scales)}"
-    )
+    assert_near(scales, want, "scales of rows whose largest magnitudes are 14, 0.14, 140 and 1.4", relative=EXACT)
     most = codes.abs().amax(1)
-    message = f"the scales are right, but the largest codes of the rows are {_numbers(most)} instead of 7 in each"
+    message = f"the scales are right, but the largest codes of the rows are {text(most)} instead of 7 in each"
     assert bool((most == 7).all()), message
 
 
@@ -116,7 +102,8 @@ def _(function):
         wrong = (weight / scales - codes).abs()
         wrong = torch.where(codes == codes.round(), wrong, 1.0)
         row, column = divmod(int(wrong.argmax()), weight.shape[1])
-        what = f"{bits} bits: {weight[row, column] / scales[row, 0]:.3f} scales got the code {codes[row, column]:g}"
+        quotient, code = weight[row, column] / scales[row, 0], codes[row, column]
+        what = f"{bits} bits: weight / scale is {quotient:.4f} at {[row, column]}, and the code there is {code:g}"
         assert wrong.max() <= 0.5 + 1e-6, what
 
 
@@ -134,17 +121,15 @@ def _(function):
             assert scales[0, 0] == 1, (
                 f"rows {weight.tolist()}: expected scale 1 for the row of zeros, got {scales[0, 0]:g}"
             )
-            assert not codes[0].any(), f"rows {weight.tolist()}: the row of zeros has the codes {_numbers(codes[0])}"
+            assert not codes[0].any(), f"rows {weight.tolist()}: the row of zeros has the codes {text(codes[0])}"
     for some in ([0.0, -14.0, 4.0], [4.0, 0.0, -14.0], [-14.0, 4.0, 0.0]):
         _, scales = _by_rows(function, _tensor(some), 4)
         assert scales.item() != 1, f"row {some}: expected the scale 2, got 1, as if all of its weights were 0"
     for tiny in (1e-3, 1e-12, 1e-30):
         codes, scales = _by_rows(function, _tensor([7 * tiny, -7 * tiny, tiny]), 4)
-        message = f"largest weight {7 * tiny:g}: expected the scale {tiny:g}, got {scales.item():g}"
-        assert _close(scales, _tensor([tiny])), message
-        assert codes[0].tolist() == [7, -7, 1], (
-            f"weights {7 * tiny:g}, {-7 * tiny:g}, {tiny:g}: codes {_numbers(codes)}"
-        )
+        assert_near(scales, _tensor([tiny]), f"the scale of a row whose largest weight is {7 * tiny:g}", relative=EXACT)
+        what = f"codes of the weights {7 * tiny:g}, {-7 * tiny:g}, {tiny:g}"
+        assert_near(codes[0], torch.tensor([7, -7, 1]), what)
 
 
 def _stored(function: Callable, names: str, dtypes: Sequence[torch.dtype | None], shapes: Sequence, *more: int) -> None:
@@ -197,16 +182,15 @@ def _values(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def _expect(what: str, got: Tensor, want: Tensor) -> None:
-    assert _close(got, want), f"{what}: expected {_numbers(want)}, got {_numbers(got)}"
+    assert_near(got, want, what, relative=EXACT, absolute=1e-36)
 
 
 @groups.example
 def _(function):
     codes, scales, zeros = _by_groups(function, _tensor(GROUP), 4)
-    assert abs(scales.item() - 0.1) < EXACT, f"expected the scale 0.1, got {scales.item():g}"
-    assert zeros.item() == -5, f"expected the zero point -5, got {zeros.item():g}"
-    want = [-2, 7, -8, 3]
-    assert codes[0].tolist() == want, f"expected the codes {want}, got {_numbers(codes)}"
+    assert_near(scales, torch.tensor(0.1, dtype=torch.float64), "the scale", absolute=EXACT)
+    assert_near(zeros, torch.tensor(-5), "the zero point")
+    assert_near(codes[0], torch.tensor([-2, 7, -8, 3]), "the codes")
 
 
 def _exact(count: int, many: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,8 +216,7 @@ def _(function):
         where = f"{count} rows of {many} groups of {size}"
         _expect(f"{where}, scales", got[1], scales)
         _expect(f"{where}, zero points", got[2], zeros)
-        message = f"{where}, all multiples of their scale: (codes - zeros) * scales must give the same weights back"
-        assert torch.equal(_values(*got), weight), message
+        assert_near(_values(*got), weight, f"{where}, all multiples of their scale: (codes - zeros) * scales")
 
 
 @groups.property(
@@ -270,7 +253,7 @@ def _(function):
     wanted, _ = _exact_zeros(weight)
     wrong = torch.where(zeros == zeros.round(), (zeros - wanted).abs(), 1.0)
     row = int(wrong.argmax())
-    assert wrong.max() <= 0.5 + 1e-6, f"-8 - low / scale = {wanted[row, 0]:.3f}: got the zero point {zeros[row, 0]:g}"
+    assert wrong.max() <= 0.5 + 1e-6, f"-8 - low / scale is {wanted[row, 0]:.4f}, and the zero point {zeros[row, 0]:g}"
 
 
 @groups.property(
@@ -282,9 +265,14 @@ def _(function):
     codes, scales, zeros = _by_groups(function, weight, 64)
     levels = (torch.arange(-8, 8) - zeros) * scales  # [rows, 16]
     best = (weight[..., None] - levels[:, None]).abs().amin(-1)
-    error = (_values(codes, scales, zeros) - weight).abs()
-    worst = ((error - best) / scales).max().item()
-    assert worst <= 1e-6, f"a weight is {worst:.2g} scales farther from its level than from the nearest one"
+    values = _values(codes, scales, zeros)
+    worst = ((values - weight).abs() - best) / scales
+    row, column = divmod(int(worst.argmax()), weight.shape[1])
+    nearest = levels[row, (weight[row, column] - levels[row]).abs().argmin()]
+    assert worst.max() <= 1e-6, (
+        f"the weight {weight[row, column]:.6g} at {[row, column]} has the level {values[row, column]:.6g}, and "
+        f"{nearest:.6g} is nearer"
+    )
 
 
 @groups.property(
@@ -296,10 +284,10 @@ def _(function):
         weight = _tensor([low, high, 0.0, low / 3])
         codes, scales, zeros = _by_groups(function, weight, 4)
         for name, found in (("codes", codes), ("zero points", zeros)):
-            what = f"group {_numbers(weight)}: {name} {_numbers(found)} must be from -8 to 7"
+            what = f"group {text(weight)}: {name} {text(found)} must be from -8 to 7"
             assert found.min() >= -8 and found.max() <= 7, what
         error = (_values(codes, scales, zeros) - weight).abs().max() / scales.max()
-        what = f"group {_numbers(weight)}, codes {_numbers(codes)}: an error of {error:.2g} scales"
+        what = f"group {text(weight)}, codes {text(codes)}: an error of {error:.2g} scales"
         assert error <= 1.5 if low in (-7.5, -1.5, -5.5) else error <= 0.5 + 1e-6, what
 
 
@@ -313,7 +301,7 @@ def _(function):
         codes, scales, zeros = _by_groups(function, weight, 4)
         _expect("a group of zeros, scale", scales[0], torch.ones_like(scales[0]))
         values = _values(codes, scales, zeros)
-        assert not values[0].any(), f"a group of zeros became {_numbers(values[0])}"
+        assert not values[0].any(), f"a group of zeros became {text(values[0])}"
         _expect(f"a group from {-8 * tiny:g} to {7 * tiny:g}, scale", scales[1], torch.full_like(scales[1], tiny))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from minillm.overrides import NotSolvedYet
 
 from ..shared.checks import Exercise
+from ..shared.differences import assert_near
 from .weight_formats import largest_tensor
 
 SECONDS = 10.0
@@ -57,7 +58,9 @@ def _(function):
         if not torch.equal(got, want):
             row, column = (got != want).nonzero()[0].tolist()
             pair = codes[row, 2 * column : 2 * column + 2].tolist()
-            raise AssertionError(f"codes {pair}: expected the byte {want[row, column]}, got {got[row, column]}")
+            raise AssertionError(
+                f"codes {pair} in row {row}: expected the byte {want[row, column]}, got {got[row, column]}"
+            )
 
 
 @packing.property(
@@ -70,7 +73,7 @@ def _(function):
         codes = (torch.arange(count * inputs).reshape(count, inputs) % 7 * sign).to(torch.int8)
         got, want = _bytes(function, codes), _packed(codes).long()
         where = f"codes {codes[0, :8].tolist()}" + (" and so on" if codes.numel() > 8 else "")
-        assert torch.equal(got, want), f"{where}: expected {want[0, :4].tolist()}, got {got[0, :4].tolist()}"
+        assert_near(got, want, f"{where}, {list(codes.shape)} in all: the bytes")
 
 
 @packing.property(
@@ -116,8 +119,7 @@ def _is_right(function: Callable, what: str, *case: int) -> None:
     got, want = function(*(each.clone() for each in given)), _wanted(*given)
     assert isinstance(got, Tensor), f"it must return a tensor, not {type(got).__name__}"
     assert got.shape == want.shape, f"{what}: the result has the shape {list(got.shape)}, not {list(want.shape)}"
-    worst = (got.double() - want).abs().max().item()
-    assert worst <= 1e-3, f"{what}: the result differs by up to {worst:.3g}"
+    assert_near(got, want, what, absolute=1e-3)
 
 
 @product.example
@@ -126,7 +128,7 @@ def _(function):
     scales, zeros = torch.tensor([[0.1, 0.5]]).double(), torch.tensor([[1, -3]], dtype=torch.int8)
     got = function(x, _packed(codes), scales, zeros)
     assert isinstance(got, Tensor) and got.numel() == 1, "one token and one output: expected a tensor of one number"
-    assert abs(got.item() + 0.7) < 1e-6, f"expected -0.7, got {got.item():g}"
+    assert_near(got.flatten()[0], torch.tensor(-0.7, dtype=torch.float64), "the example", absolute=1e-6)
 
 
 @product.property(

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
 from ..shared.checks import Exercise, Explained
+from ..shared.differences import apart, assert_near, text
 
 SECONDS = 10.0
 STRENGTHS = [step / 10 for step in range(10)]
@@ -53,8 +53,9 @@ def _after(make: Callable, *parts: Tensor):
 def _(make):
     found = _after(make, torch.tensor([[1.0, -2.0], [3.0, 2.0]]))
     mean, error = found.mean_magnitude(), found.error(torch.tensor([[1.0, 0.0]], dtype=torch.float64))
-    assert mean.tolist() == [2, 2], f"mean magnitudes: expected [2, 2], got {mean.tolist()}"
-    assert error.flatten().tolist() == [10], f"error of the change [1, 0]: expected [10], got {error.tolist()}"
+    assert_near(mean, torch.tensor([2, 2]), "mean magnitudes")
+    assert error.numel() == 1, f"error of the change [1, 0] of one output: expected one number, got {error.tolist()}"
+    assert_near(error, torch.tensor(10), "error of the change [1, 0]")
 
 
 @statistics.property("all calls of `add` count", hint="add to the sums: `+=`, for every call and every row")
@@ -66,8 +67,8 @@ def _(make):
         return
     for name in ("second_moment", "magnitude"):
         whole, parts = getattr(_after(make, x), name), getattr(found, name)
-        right = torch.allclose(whole.double(), parts.double(), rtol=1e-3)  # precision: another property's matter
-        assert right, f"`{name}` differs between one call with 9 rows and calls with 2, 1 and 6"
+        what = f"`{name}` after calls with 2, 1 and 6 rows, compared with one call with 9"
+        assert_near(parts, whole, what, relative=1e-3, absolute=1e-8)  # precision: another property's matter
 
 
 @statistics.property("sizes are means of |x| over the rows", hint="the sum of x.abs(), divided by the number of rows")
@@ -76,7 +77,7 @@ def _(make):
     found = make(3)
     found.add(x.clone())  # one call: several are another property's matter
     got = tensor(found.mean_magnitude(), "mean_magnitude()", (3,))
-    assert torch.allclose(got.double(), x.abs().mean(0), rtol=1e-4), f"expected {x.abs().mean(0)}, got {got}"
+    assert_near(got, x.abs().mean(0), "mean_magnitude() of 7 rows", relative=1e-4, absolute=1e-8)
 
 
 @statistics.property(
@@ -87,8 +88,8 @@ def _(make):
     x, difference = correlated(30, 5), drawn(1, 5, seed=3)
     got = _after(make, x).error(difference.clone()).flatten()
     wanted = (x @ difference[0]).square().sum()
-    right = len(got) == 1 and torch.allclose(got.double(), wanted, rtol=1e-4)
-    assert right, f"one output, 30 rows: expected {wanted:.4f}, got {got.tolist()}"
+    assert len(got) == 1, f"one output: expected one error, got {len(got)}"
+    assert_near(got, wanted, "the error of one output, over 30 rows", relative=1e-4)
 
 
 @statistics.property(
@@ -101,7 +102,8 @@ def _(make):
         difference = drawn(out, 5, seed=out)
         got = tensor(found.error(difference.clone()), f"error() of {out} outputs", (out,))
         each = torch.cat([found.error(row[None].clone()).flatten() for row in difference])
-        assert_close(got, each, rtol=1e-6, atol=1e-6, msg="the errors of all outputs together differ from one by one")
+        what = f"the errors of {out} outputs together, compared with one by one"
+        assert_near(got, each, what, relative=1e-6, absolute=1e-6)
 
 
 @statistics.property(
@@ -215,7 +217,7 @@ def _(solution):
     scales, strength = searched(solution, weight, magnitude, moment, whole)
     error = output_error(weight, scales, moment, whole)
     assert strength == 0.9, f"expected strength 0.9, got {strength:g}"
-    assert abs(error - 2.55) < 0.01, f"expected scales with an error of 2.55, got {scales.tolist()} with {error:.2f}"
+    assert abs(error - 2.55) < 0.01, f"expected scales with an error of 2.55, got {text(scales)} with {error:.4g}"
 
 
 @awq.property(
@@ -227,8 +229,7 @@ def _(solution):
         weight, magnitude, moment = case(seed)
         scales, strength = searched(solution, weight, magnitude, moment)
         wanted = formula(magnitude, strength)
-        right = torch.allclose(scales.double(), wanted, rtol=1e-4)
-        assert right, f"strength {strength:g}: expected {wanted[:3].tolist()}, ..., got {scales[:3].tolist()}, ..."
+        assert_near(scales, wanted, f"the scales of strength {strength:g}", relative=1e-4, absolute=1e-8)
 
 
 @awq.property(
@@ -243,7 +244,8 @@ def _(solution):
         _, strength = searched(solution, weight, magnitude, moment)
         errors = {each: output_error(weight, formula(magnitude, each), moment, fifteenths) for each in STRENGTHS}
         best = min(errors, key=errors.__getitem__)
-        said = f"strength {strength:g} has the error {errors[strength]:.3f}, and {best:g} has {errors[best]:.3f}"
+        own, least = apart(errors[strength], errors[best])
+        said = f"strength {strength:g} has the error {own}, and {best:g} has {least}"
         assert errors[strength] <= errors[best] * (1 + 1e-9), said
     magnitude = torch.tensor([1.0, 4.0, 16.0, 64.0]).double()
     weight = torch.tensor([[3.0, -2.0, 5.0, 1.0]]).double() / formula(magnitude, 1.0)  # on the grid at strength 1
@@ -304,8 +306,9 @@ def _(solution):
                 f"{where}: these are powers raised to 1e-4, as in the authors' code and the engine's. The exercise "
                 "raises magnitudes to 1e-4, before the power"
             )
-        assert right, f"{where}: expected {wanted[3]:.4f}, got {scales[3]:.4f}"
-        said = f"{where}: the error is {errors[strength]:.3f}, and that of {best:g} is {errors[best]:.3f}"
+        assert_near(scales, wanted, f"{where}: the scales", relative=1e-4, absolute=1e-8)
+        own, least = apart(errors[strength], errors[best])
+        said = f"{where}: the error is {own}, and that of {best:g} is {least}"
         assert errors[strength] <= errors[best] * (1 + 1e-9), said
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..shared.checks import Exercise
-from ..shared.differences import apart
+from ..shared.differences import apart, assert_near
 from .calibrated import Grid
 from .calibrated import compensate as solved_for
 from .checks import SECONDS, correlated, drawn, tensor, unchanged
@@ -30,16 +30,15 @@ def compensated(solution: Callable, weights: Tensor, at: int, value: Tensor, mom
     return tensor(found, "the weights", tuple(weights.shape)).double()
 
 
-def close(found: Tensor, wanted: Tensor) -> bool:
-    return torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+def assert_best(found: Tensor, wanted: Tensor, what: str) -> None:
+    assert_near(found, wanted, what, relative=1e-4, absolute=1e-4)
 
 
 @compensate.example
 def _(solution):
     weights, moment = toy()
     found = compensated(solution, weights, 0, torch.ones(1).double(), moment)
-    right = close(found, torch.tensor([[1.0, 0.4 + 0.4 * 7 / 9]]).double())
-    assert right, f"expected [1, 0.711], got [{found[0, 0]:.3g}, {found[0, 1]:.3f}]"
+    assert_best(found, torch.tensor([[1.0, 0.4 + 0.4 * 7 / 9]], dtype=torch.float64), "the example")
 
 
 def _first(solution: Callable) -> bool:
@@ -59,10 +58,10 @@ def _(solution):
         found = compensated(solution, weights, 0, value, moment)
         wanted = solved_for(weights, 0, value, moment)
         errors = [((each - weights) @ moment * (each - weights)).sum().item() for each in (found, wanted)]
-        said = f"expected {value.item():.4f} at the fixed weight, got {found[0, 0]:.4f}"
-        assert close(found[:, 0], value), said
+        assert_best(found[:, 0], value, "the fixed weight")
         had, possible = apart(errors[0], errors[1])
-        assert close(found, wanted), f"output error {had}; possible is {possible}"
+        right = torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+        assert right, f"the output error is {had}; possible is {possible}"
         off = (found - wanted).abs().max().item()
         assert off < 1e-9, (
             f"the weights are off by {off:.0e}: invert H in float64, as it is, and add nothing to its diagonal"
@@ -76,7 +75,7 @@ def _(solution):
     for at in (1, 3, 4):
         weights, value, moment = drawn(1, 5, seed=at), drawn(1, seed=9), moment_of(5, at)
         found = compensated(solution, weights, at, value, moment)
-        assert close(found, solved_for(weights, at, value, moment)), f"at = {at} of 5 columns: not the best weights"
+        assert_best(found, solved_for(weights, at, value, moment), f"weight {at} of 5 is fixed: the weights")
 
 
 @compensate.property(
@@ -88,14 +87,14 @@ def _(solution):
     for out in (2, 4):
         weights, value, moment = drawn(out, 4, seed=out), drawn(out, seed=9), moment_of(4)
         found = compensated(solution, weights, 0, value, moment)
-        assert close(found, solved_for(weights, 0, value, moment)), f"{out} rows: not all of them are the best"
+        assert_best(found, solved_for(weights, 0, value, moment), f"weight 0 of {out} rows is fixed: the weights")
 
 
 @compensate.property("a single weight can be fixed", hint="with one column there are no others, and nothing to divide")
 def _(solution):
     weights, value = drawn(1, 1), drawn(1, seed=9)
     found = compensated(solution, weights, 0, value, torch.tensor([[2.0]]).double())
-    assert close(found[:, 0], value), f"n = 1: expected {value.tolist()}, got {found[:, 0].tolist()}"
+    assert_best(found[:, 0], value, "n = 1: the weight")
 
 
 @compensate.property(
@@ -201,8 +200,13 @@ def _agrees(solution: Callable, inputs: int, size: int, seed: int = 0) -> str:
     codes, wanted = rounded(solution, weight, factor, Whole(size))[0], by_definition(weight, factor, Whole(size))[0]
     if codes.equal(wanted.double()):
         return ""
-    column = int((codes != wanted).any(0).nonzero()[0])
-    return f"{inputs} columns in groups of {size}: the codes of column {column} are wrong"
+    wrong = codes != wanted
+    column = int(wrong.any(0).nonzero()[0])
+    row = int(wrong[:, column].nonzero()[0])
+    return (
+        f"{inputs} columns in groups of {size}: the first wrong code is in column {column}: "
+        f"expected {wanted[row, column]:g} in row {row}, got {codes[row, column]:g}"
+    )
 
 
 @gptq.example
@@ -210,7 +214,7 @@ def _(solution):
     weight, moment = toy()
     factor = torch.linalg.cholesky(torch.linalg.inv(moment), upper=True)
     codes, _ = rounded(solution, weight, factor, Whole(2))
-    assert codes.tolist() == [[1, 1]], f"expected the codes [1, 1], got {codes[0].tolist()}"
+    assert_near(codes, torch.tensor([[1, 1]]), "the codes")
 
 
 @gptq.property(
@@ -252,7 +256,7 @@ def _(solution):
         _, scales = rounded(solution, weight, factor_of(12), grid)
         first = grid.scale(weight[:, :4])
         scales = tensor(scales, "the scales", (out, 3)).double()
-        assert torch.allclose(scales[:, 0], first, rtol=1e-3), f"the first group: expected {first}, got {scales[:, 0]}"
+        assert_near(scales[:, 0], first, "the scales of the first group", relative=1e-3)
 
 
 @gptq.property(
@@ -268,9 +272,8 @@ def _(solution):
         if not isinstance(scales, Tensor) or scales.shape != (3, 4):
             return
         wanted_codes, wanted = by_definition(weight, factor, grid)
-        off = (~torch.isclose(scales.double(), wanted, rtol=1e-6)).any(0).nonzero().flatten().tolist()
-        assert not off, f"4 groups of 4 columns: the scales of group {off[0]} are wrong"
-        assert codes.equal(wanted_codes.double()), "4 groups of 4 columns: the scales are right, and codes are wrong"
+        assert_near(scales, wanted, "4 groups of 4 columns: the scales [row, group]", relative=1e-6)
+        assert_near(codes, wanted_codes, "4 groups of 4 columns: the scales are right; the codes [row, column]")
 
 
 @gptq.property("codes are codes", hint="return what grid.codes gives, whole numbers from -8 to 7, not times the scale")
@@ -282,10 +285,10 @@ def _(solution):
     right = codes.equal(codes.round()) and codes.abs().max() <= 8
     assert right, f"not whole numbers from -8 to 7: {codes[0, :3].tolist()}, ..."
     wanted, _ = by_definition(weight, factor, Checked(8))
-    assert codes.equal(wanted.double()), "weights near 1, one group: these are not the codes of their steps"
+    assert_near(codes, wanted, "weights near 1, one group: the codes")
     wanted, _ = by_definition(4 * weight, factor, Even(8))
     codes, _ = rounded(solution, 4 * weight, factor, Even(8))
-    assert codes.equal(wanted.double()), "a grid of even codes: the codes are not those that grid.codes gives"
+    assert_near(codes, wanted, "a grid that has even codes only: what grid.codes gives")
 
 
 @gptq.property("nothing is rounded to float32", hint="`weight.clone()` keeps the dtype of the weight: no .float()")

@@ -1,11 +1,13 @@
 """Products of eight-bit numbers, and SmoothQuant's scales.  Lesson 07."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, Explained
+from ..shared.differences import assert_near, text
 
 # ---- products of eight-bit numbers
 
@@ -30,22 +32,24 @@ def _product(function: Callable, x: Tensor, codes: Tensor, scales: Tensor, input
     return found.double()
 
 
-def _codes(function: Callable, x: Tensor, scales: Tensor, input_scale: Tensor | None = None) -> Tensor:
-    """The codes of x that a product with the identity shows; scales: what they should be multiplied by, [tokens, 1]."""
+def _expect_codes(function: Callable, x: Tensor, codes: Tensor, scale: float, static: bool = False) -> None:
+    """A product with the identity shows the codes of x times their scale, which is a power of 2: it must be these."""
     count = x.shape[1]
-    found = _product(function, x, torch.eye(count, dtype=torch.int8), torch.ones(count, dtype=x.dtype), input_scale)
-    return found / scales
+    given = torch.tensor([scale], dtype=x.dtype) if static else None
+    found = _product(function, x, torch.eye(count, dtype=torch.int8), torch.ones(count, dtype=x.dtype), given) / scale
+    size = f"2 ** {math.log2(scale):g}" if scale < 1e-3 else f"1/{1 / scale:g}" if scale < 1 else f"{scale:g}"
+    said = f"x = {text(x)} times the identity matrix, {'with the static' if static else 'x has the'} scale {size}"
+    off = (found - codes).abs() > 1e-6 * codes.abs().max()
+    if off.any() and ((x / scale % 1)[off] == 0.5).all() and ((found - codes).abs()[off] == 1).all():
+        half, got, code = ((x / scale)[off][0], found[off][0], codes[off][0])
+        raise Explained(
+            f"{said}: {half:g} became the code {got:g}, not {code:g}. Halves go to the even number, as with torch.round"
+        )
+    _near(found, codes, f"{said}; the result divided by that scale")
 
 
 def _near(found: Tensor, expected: Tensor, message: str, relative: float = 1e-6) -> None:
-    bound = relative * expected.abs().max().clamp(min=1e-30)
-    if not ((found - expected).abs() <= bound).all():  # also false for NaN
-        raise AssertionError(f"{message}: expected {_text(expected)}, got {_text(found)}")
-
-
-def _text(values: Tensor) -> str:
-    shown = values.flatten()[:6].tolist()
-    return "[" + ", ".join(f"{value:.6g}" for value in shown) + (", ..." if values.numel() > 6 else "") + "]"
+    assert_near(found, expected, message, absolute=relative * max(expected.abs().max().item(), 1e-30))
 
 
 @int8_linear.example
@@ -79,27 +83,22 @@ def _(function):
     x[:2, 0] = torch.tensor([-127.5, 127.5])
     x[2, :2] = torch.tensor([127.5, -127.5])
     for row in range(3):
-        found = _codes(function, x[row : row + 1] / 64, torch.tensor([[1 / 64]]).double())
-        _near(found, wanted[row : row + 1], f"codes of {_text(x[row] / 64)}, whose scale is 1/64")
-    tiny = 2.0**-24
-    found = _codes(function, x * tiny, torch.tensor([[tiny]]).double())
-    _near(found, wanted, f"codes of tokens like {_text(x[0] * tiny)}, whose scales are 2 ** -24")
+        _expect_codes(function, x[row : row + 1] / 64, wanted[row : row + 1], 1 / 64)
+    _expect_codes(function, x * 2.0**-24, wanted, 2.0**-24)
 
 
 @int8_linear.property("codes are rounded to the nearest", "x / scale is rounded with round(), not cut off")
 def _(function):
     wanted = torch.tensor([[126.0, 10, -10, 41, -41, 0, 0, -1]]).double()
     x = (wanted + torch.tensor([[0.0, 0.4, -0.4, -0.4, 0.4, 0.4, -0.4, 0.4]]).double()) / 4
-    found = _codes(function, x, torch.tensor([[0.25]]).double(), torch.tensor([0.25]).double())
-    _near(found, wanted, f"codes of {_text(x)}, with the static scale 0.25")
+    _expect_codes(function, x, wanted, 0.25, static=True)
 
 
 @int8_linear.property("values beyond a static scale are clamped", "clamp the codes to -128 and 127 after rounding")
 def _(function):
     x = torch.tensor([[300.0, -300.0, 1e6, 5.0], [127.0, -128.0, 128.0, -129.0]]).double()
     wanted = torch.tensor([[127.0, -128, 127, 5], [127, -128, 127, -128]]).double()
-    found = _codes(function, x, torch.ones(1, 1).double(), torch.tensor([1.0]).double())
-    _near(found, wanted, f"codes of {_text(x)}, with the static scale 1")
+    _expect_codes(function, x, wanted, 1.0, static=True)
 
 
 @int8_linear.property(
@@ -108,9 +107,7 @@ def _(function):
 def _(function):
     for scale in (0.25, 2.0):
         wanted = torch.tensor([[20.0, -8], [50, 10], [1, 0], [0, 0]]).double()
-        given = torch.tensor([scale]).double()
-        found = _codes(function, wanted * scale, given[:, None], given)
-        _near(found, wanted, f"codes of {_text(wanted * scale)}, with the static scale {scale}")
+        _expect_codes(function, wanted * scale, wanted, scale, static=True)
 
 
 @int8_linear.property(
@@ -119,7 +116,7 @@ def _(function):
 def _(function):
     wanted = torch.tensor([[127.0, 3], [127, 40], [-120, 80]]).double()
     codes = torch.tensor([[1, 2], [3, -4], [0, 5]], dtype=torch.int8)
-    scales = torch.tensor([1.0, 0.01, 30.0]).double()
+    scales = torch.tensor([1.0, 0.01, 30.0], dtype=torch.float64)
     for outputs in (slice(0, 3), slice(0, 2), slice(1, 2)):
         found = _product(function, 2 * wanted, codes[outputs], scales[outputs], torch.tensor([2.0]).double())
         expected = 2 * wanted @ codes[outputs].double().T * scales[outputs]
@@ -147,7 +144,7 @@ def _(function):
     x = torch.tensor([[0.0, 0.0], [1.275, -0.3]])
     codes, scales = torch.tensor([[3, -2], [1, 1]], dtype=torch.int8), torch.ones(2)
     found = _product(function, x, codes, scales)
-    assert bool((found[0] == 0).all()), f"a token of zeros: expected zeros, got {_text(found[0])}"
+    assert bool((found[0] == 0).all()), f"a token of zeros: expected zeros, got {text(found[0])}"
     _near(found[1:], _product(function, x[1:], codes, scales), "the token after a token of zeros", 1e-5)
 
 
@@ -203,8 +200,8 @@ def _(function):
     for strength in (0, 0.25, 0.5, 0.8, 1):
         wanted = largest**strength / weight ** (1 - strength)
         found = _scales(function, largest, torch.stack((weight, -weight / 2)), strength).double()
-        said = f"largest {largest.tolist()}, weights up to {weight.tolist()}, strength {strength}"
-        _near(found / wanted, torch.ones(6).double(), f"{said}: the scales / the formula")
+        said = f"largest {text(largest)}, weights up to {text(weight)}, strength {strength}"
+        assert_near(found, wanted, said, relative=1e-6)
 
 
 @smooth_scales.property(

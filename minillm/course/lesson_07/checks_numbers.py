@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..shared.checks import Exercise
+from ..shared.differences import assert_near, text
 
 # ---- the fast Hadamard transform
 
@@ -51,11 +52,6 @@ def _drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
 
-def _text(values: Tensor) -> str:
-    shown = values.flatten()[:8].tolist()
-    return "[" + ", ".join(f"{value:.6g}" for value in shown) + (", ..." if values.numel() > 8 else "") + "]"
-
-
 def _lengths(x: Tensor) -> Tensor:
     return x.square().sum(-1, keepdim=True).sqrt()
 
@@ -64,7 +60,7 @@ def _lengths(x: Tensor) -> Tensor:
 def _(function):
     for x, wanted in (([8.0, 0, 0, 0], [4.0, 4, 4, 4]), ([0, 8.0, 0, 0], [4.0, -4, 4, -4])):
         found = _like(function, torch.tensor(x))
-        assert torch.allclose(found, torch.tensor(wanted).double()), f"{x}: expected {wanted}, got {_text(found)}"
+        assert_near(found, torch.tensor(wanted), str(x), relative=1e-6, absolute=1e-6)
 
 
 @hadamard.property(
@@ -77,8 +73,8 @@ def _(function):
         found, wanted = _like(function, eye), _matrix(size)
         for channel in range(size):
             same = torch.equal(found[channel].sign(), wanted[channel])
-            said = f"{size} channels, all 0 but channel {channel}: the signs should be {_text(wanted[channel])}"
-            assert same, f"{said}, and are {_text(found[channel].sign())}"
+            said = f"{size} channels, all 0 but channel {channel}: the signs should be {text(wanted[channel])}"
+            assert same, f"{said}, and are {text(found[channel].sign())}"
     x = _drawn(3, 32)
     found, wanted = _like(function, x), x @ _matrix(32)
     ratio = (found / _lengths(found) - wanted / _lengths(wanted)).abs().max()
@@ -105,8 +101,8 @@ def _(function):
     shapes |= {"[2, 3, 8], not contiguous": _drawn(8, 3, 2).permute(2, 1, 0)}
     for what, given in shapes.items():
         alone = [_like(function, token[None].clone()) for token in given.reshape(-1, 8)]
-        same = torch.allclose(_like(function, given), torch.cat(alone).view(given.shape), atol=1e-6)
-        assert same, f"x {what}: the result differs from that of its tokens one by one"
+        together, apart = _like(function, given), torch.cat(alone).view(given.shape)
+        assert_near(together, apart, f"x {what}, compared with its tokens one by one", relative=1e-5, absolute=1e-6)
 
 
 @hadamard.property(

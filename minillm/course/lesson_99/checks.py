@@ -7,6 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..shared.checks import Exercise, assert_list
+from ..shared.differences import assert_near, difference
 
 LIMIT = 10.0  # seconds for one property; a solution needs milliseconds
 
@@ -338,10 +339,10 @@ def _matches(function, tensors, lengths, scale=1.0, scales=(1.0, 8**-0.5)) -> No
     closest = min(range(len(scales)), key=lambda i: int(wrong[i].sum()))
     if places := wrong[closest].nonzero().tolist():
         row, head = places[0]
-        expected, got = (_shown(each[row, head, :3]) for each in (right[closest], found))
+        said = difference(found[row, head], right[closest][row, head], relative=1e-5, absolute=1e-4)
         raise AssertionError(
-            f"{lengths[row]} of {k.shape[1]} keys visible, {q.shape[1]} heads, {k.shape[2]} KV heads, scale {scale:g}: "
-            f"row {row}, head {head} should begin {expected}, got {got}"
+            f"{lengths[row]} of {k.shape[1]} keys visible, {q.shape[1]} heads, {k.shape[2]} KV heads, scale {scale:g}, "
+            f"in row {row}, head {head}: {said}"
         )
 
 
@@ -350,7 +351,7 @@ def _(function):
     k, v = torch.zeros(1, 2, 1, 1), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)
     found = function(torch.ones(1, 1, 1), k, v, torch.tensor([2]), 1.0)
     assert found.shape == (1, 1, 1), f"expected the shape [1, 1, 1], got {list(found.shape)}"
-    assert math.isclose(found.item(), 2.0, rel_tol=1e-3), f"two equal keys: expected 2, got {found.item():.4g}"
+    assert_near(found, 2, "two equal keys", relative=1e-3)
 
 
 @batched_attention.property("each row ends at its own length", "key i of row r counts if i < lengths[r]")

@@ -12,8 +12,11 @@ MOST_DIGITS = 17  # of a float64
 LEAST = 1e-300  # so that nothing is divided by 0
 
 
-def assert_near(found: Tensor, expected: Tensor, what: str, *, relative: float = 0.0, absolute: float = 0.0) -> None:
-    """Assert that each number of `found` is near that of `expected`, a tensor of the same shape; NaN is near NaN only.
+Numbers = Tensor | float | list
+
+
+def assert_near(found: Numbers, expected: Numbers, what: str, *, relative: float = 0.0, absolute: float = 0.0) -> None:
+    """Assert that each number of `found` is near that of `expected`, in the same place; NaN is near NaN only.
 
     They may differ by absolute + relative * |expected|. what: what was computed, in words; begins the message.
     """
@@ -21,26 +24,32 @@ def assert_near(found: Tensor, expected: Tensor, what: str, *, relative: float =
     assert not said, f"{what}: {said}"
 
 
-def difference(found: Tensor, expected: Tensor, *, relative: float = 0.0, absolute: float = 0.0) -> str:
+def difference(found: Numbers, expected: Numbers, *, relative: float = 0.0, absolute: float = 0.0) -> str:
     """Where the two differ most, in words; an empty string if they are as near as `assert_near` says."""
-    found, expected = (each.detach().double().cpu() for each in (found, expected))
-    allowed = (absolute + relative * expected.abs()).nan_to_num(nan=0.0, posinf=0.0).clamp(min=LEAST)
-    far = _distance(found, expected) / allowed
+    mine, right = torch.broadcast_tensors(_double(found), _double(expected))
+    allowed = (absolute + relative * right.abs()).nan_to_num(nan=0.0, posinf=0.0).clamp(min=LEAST)
+    far = _distance(mine, right) / allowed
     off = far > 1
     if not off.any():
         return ""
-    pairs = zip(expected.flatten().tolist(), found.flatten().tolist(), off.flatten().tolist(), strict=True)
-    if found.numel() == 1:
-        wanted, got = apart(expected.item(), found.item())
+    pairs = zip(right.flatten().tolist(), mine.flatten().tolist(), off.flatten().tolist(), strict=True)
+    if mine.numel() == 1:
+        wanted, got = apart(right.item(), mine.item())
         return f"expected {wanted}, got {got}"
     place = [int(each) for each in torch.unravel_index(far.argmax(), far.shape)]
-    if found.numel() <= SHOWN:
-        shown = [apart(*pair) if differ else (_short(pair[0], DIGITS),) * 2 for *pair, differ in pairs]
+    if mine.numel() <= SHOWN:
+        shown = [apart(*pair) if differ else tuple(_short(each, DIGITS) for each in pair) for *pair, differ in pairs]
         wanted, got = (f"[{', '.join(each)}]" for each in zip(*shown, strict=True))
         return f"expected {wanted}, got {got}; the largest difference is at {place}"
-    wanted, got = apart(expected[tuple(place)].item(), found[tuple(place)].item())
+    wanted, got = apart(right[tuple(place)].item(), mine[tuple(place)].item())
     count = int(off.sum())
     return f"expected {wanted} at {place}, got {got} ({count:,} of {off.numel():,} numbers differ, this one most)"
+
+
+def text(values: Tensor, most: int = 8) -> str:
+    """The first numbers of a tensor, for a message: "[0.1, -2, 30, ...]"."""
+    shown = [_short(value, DIGITS) for value in values.detach().flatten()[:most].double().tolist()]
+    return f"[{', '.join(shown)}{', ...' if values.numel() > most else ''}]"
 
 
 def apart(one: float, other: float, digits: int = DIGITS) -> tuple[str, str]:
@@ -48,6 +57,10 @@ def apart(one: float, other: float, digits: int = DIGITS) -> tuple[str, str]:
     while digits < MOST_DIGITS and one != other and _short(one, digits) == _short(other, digits):
         digits += 1
     return _short(one, digits), _short(other, digits)
+
+
+def _double(numbers: Numbers) -> Tensor:
+    return torch.as_tensor(numbers, dtype=torch.float64).detach().cpu()
 
 
 def _distance(found: Tensor, expected: Tensor) -> Tensor:
