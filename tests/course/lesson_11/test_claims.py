@@ -1,21 +1,19 @@
-"""Lesson 11: its prose says what its records say, and it runs without Triton."""
+"""Lesson 11: its words agree with its records, and it runs without Triton."""
 
 import os
-import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from minillm.bench import records
-from minillm.course.shared.launches import five_launches, least_us, one_layer
+from minillm.course.making import build
+from minillm.course.shared.launches import ATTENTION, PRODUCT, five_launches, least_us, one_layer
 from minillm.model.config import PRESETS
+from tests.course.lesson import solved
 
-ROOT = Path(__file__).resolve().parents[3]
-(SOURCE,) = (ROOT / "notebooks" / "source").glob("11_*.py")
-PROSE = " ".join(re.sub(r"^# ?", "", line) for line in SOURCE.read_text("utf-8").splitlines() if line.startswith("#"))
+(SOURCE,) = build.sources(["11"])
 GEMMA = PRESETS["gemma-2b"]
 WITHOUT_TRITON = """
 import runpy, sys
@@ -43,7 +41,7 @@ def measured():
 
 
 def test_the_solved_lesson_runs_where_there_is_no_triton():
-    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(build.ROOT)}
     command = [sys.executable, "-c", WITHOUT_TRITON, str(SOURCE)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -51,40 +49,51 @@ def test_the_solved_lesson_runs_where_there_is_no_triton():
 
 
 def test_the_table_of_launches_counts_what_the_figures_draw():
+    lesson = solved("11")
     for way, fused in (("torch, line by line", False), ("a kernel per operation", True)):
-        many, one = (len(one_layer(GEMMA, rows, 1024, fused=fused)) for rows in (64, 1))
-        assert f"| {way} | {many} | {one} |" in PROSE
-        if fused:
-            assert f'"layer": "{one} launches"' in SOURCE.read_text("utf-8")
-    assert f"| five launches (section 5) | not possible | {len(five_launches(GEMMA, 256))} |" in PROSE
+        many, one = (one_layer(GEMMA, rows, 1024, fused=fused) for rows in (64, 1))
+        lesson.says(f"| {way} | {len(many)} | {len(one)} |")
+        short = sum(launch.kind not in (PRODUCT, ATTENTION) for launch in many)
+        lesson.says("only five remain" if fused else f"{short} short kernels run between them")
+        assert short == 5 or not fused
+    lesson.says(f"| five launches (section 5) | not possible | {len(five_launches(GEMMA, 256))} |")
+    assert f'"layer": "{len(one)} launches"' in SOURCE.read_text("utf-8")
 
 
 def test_what_section_2_says_about_tiles(tiles, measured, speed):
-    assert f"3,000 rows make {3000 * GEMMA.intermediate_size // min(tile for _, tile, _ in tiles):,} programs" in PROSE
+    lesson = solved("11")
+    lesson.says(f"3,000 rows make {3000 * GEMMA.intermediate_size // min(tile for _, tile, _ in tiles):,} programs")
+    lesson.says("A single run can take twice the median.", "half a percent may be noise")
     runs = tiles[1, 256, 2]
-    assert "A single run can take twice the median." in PROSE and max(runs) > 2 * statistics.median(runs)
+    assert max(runs) > 2 * statistics.median(runs)
     best, default = (statistics.median(tiles[3000, *launch]) for launch in ((4096, 16), (1024, 4)))
-    assert "half a percent may be noise" in PROSE and 0.004 < 1 - best / default < 0.007
+    assert 0.004 < 1 - best / default < 0.007
     step_us = 1e6 / speed["on", 1]
-    assert f"about {round(step_us, -2):,.0f} µs (section 5), so 5 µs are {5 / step_us:.1%}" in PROSE
+    lesson.says(f"about {round(step_us, -2):,.0f} µs (section 5), so 5 µs are {5 / step_us:.1%}")
     (launch,) = records.read("h200/build")["plan"]["launches"]
     before, after = launch["microseconds"]
-    assert f"makes prefill attention {1 - after / before:.0%} faster" in PROSE
-    assert measured["problems"] == 3 and "Only three problems were tuned" in PROSE
+    lesson.says(f"makes prefill attention {1 - after / before:.0%} faster", "Only three problems were tuned")
+    assert measured["problems"] == 3
 
 
 def test_what_section_3_says_about_launches(speed):
     without, graphs = 1e3 / speed["off", 1], 1e3 / speed["a kernel an operation", 1]
-    assert PROSE.count(f"{graphs:.1f} ms per token") == 2
-    assert f"of the {without:.1f} ms without a graph, the GPU waits for more than 6" in PROSE
+    solved("11").says(
+        f"The measured speed with graphs means {graphs:.1f} ms per token",
+        f"the same kernels need at most {graphs:.1f} ms per token",
+        f"of the {without:.1f} ms without a graph, the GPU waits for more than 6",
+    )
     assert 6 < without - graphs < 7
 
 
 def test_what_section_4_says_about_padding(measured):
     ms = {rows: step for rows, _, step, _ in measured["steps_ms"]}
-    assert f"A step of 16 rows takes only {ms[16] - ms[4]:.1f} ms longer than a step of 4" in PROSE
-    assert f"rather than to 4 costs {ms[16] - ms[4]:.1f} ms." in PROSE
-    assert f"rather than to 192 costs {ms[256] - ms[192]:.1f} ms." in PROSE
+    solved("11").says(
+        f"A step of 16 rows takes only {ms[16] - ms[4]:.1f} ms longer than a step of 4",
+        f"rather than to 4 costs {ms[16] - ms[4]:.1f} ms.",
+        f"rather than to 192 costs {ms[256] - ms[192]:.1f} ms.",
+        "2 rows were measured slower than 4",
+    )
     assert ms[2] > ms[4]
 
 
@@ -92,24 +101,30 @@ def test_what_section_5_says_about_bounds(speed):
     """Half of the time that plain torch takes longer than five launches at best is in its own bound."""
     bytes_per_s = records.read("h200/roofline")["bytes_per_s"]
     shortest_us = 1e3 * min(row["ms"] for row in records.read("h200/kernels")["results"])
+    plain, single, five = "plain torch", "a kernel an operation", "five launches a layer"
     ways = {
-        "plain torch": one_layer(GEMMA, 1, 256, fused=False),
-        "a kernel an operation": one_layer(GEMMA, 1, 256, fused=True),
-        "five launches a layer": five_launches(GEMMA, 256),
+        plain: one_layer(GEMMA, 1, 256, fused=False),
+        single: one_layer(GEMMA, 1, 256, fused=True),
+        five: five_launches(GEMMA, 256),
     }
     head_us = 2e6 * GEMMA.vocab_size * GEMMA.hidden_size / bytes_per_s
     best = {name: sum(us for *_, us in least_us(layer, bytes_per_s, shortest_us)) for name, layer in ways.items()}
     took = {name: (1e6 / speed[name, 1] - head_us) / GEMMA.num_layers for name in ways}
     share = {name: speed[name, 1] * (GEMMA.num_layers * best[name] + head_us) for name in ways}
-    assert share["a kernel an operation"] < share["plain torch"] < share["five launches a layer"]
-    plain, five = "plain torch", "five launches a layer"
+    solved("11").says(
+        "plain torch does better than one kernel per operation", "half of the time that plain torch wastes"
+    )
+    assert share[single] < share[plain] < share[five]
     assert 0.48 < (best[plain] - best[five]) / (took[plain] - best[five]) < 0.58
-    lost = [took[name] - best[name] for name in ways]
-    assert lost == sorted(lost, reverse=True)
+    solved("11").says("The fewer kernels, the less is lost.")
+    assert took[plain] - best[plain] > took[single] - best[single] > took[five] - best[five]
 
 
 def test_what_section_6_says_about_causes(speed):
     off, on = speed["off", 1], speed["on", 1]
-    assert f"says {off:.0f} tokens/s without graphs and {on:.0f} with them" in PROSE
-    assert f"graphs make decoding {on / off:.1f} times as fast" in PROSE
+    solved("11").says(
+        f"says {off:.0f} tokens/s without graphs and {on:.0f} with them",
+        f"graphs make decoding {on / off:.1f} times as fast",
+        "Without graphs one request reaches about a sixth and 256 requests about half",
+    )
     assert 5.5 < on / off < 6.5 and 0.45 < speed["off", 256] / speed["on", 256] < 0.55
