@@ -33,8 +33,9 @@ def _mix(z):
 
 @triton.jit
 def prepare_kernel(
-    rows_ptr, position_ptr, tokens_ptr, table_ptr, seed_ptr, temperature_ptr,
-    ids_ptr, positions_ptr, slots_ptr, lengths_ptr, table_out_ptr, temperature_out_ptr, uniform_ptr,
+    rows_ptr, position_ptr, tokens_ptr, table_ptr, seed_ptr, parameters_ptr,
+    ids_ptr, positions_ptr, slots_ptr, lengths_ptr, table_out_ptr, uniform_ptr, temperature_ptr, min_p_ptr, top_k_ptr,
+    top_p_ptr,
     tokens_stride, table_stride, group_stride, PAD_ROW,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +56,11 @@ def prepare_kernel(
         tl.store(ids_ptr + i, tl.load(tokens_ptr + row * tokens_stride + position).to(tl.int64))
         tl.store(positions_ptr + i, position.to(tl.int64))
         tl.store(lengths_ptr + i, tl.where(real, position + 1, 0))
-        tl.store(temperature_out_ptr + i, tl.load(temperature_ptr + row))
+        parameters = parameters_ptr + row * 4
+        tl.store(temperature_ptr + i, tl.load(parameters))
+        tl.store(min_p_ptr + i, tl.load(parameters + 1))
+        tl.store(top_k_ptr + i, tl.load(parameters + 2).to(tl.int32))
+        tl.store(top_p_ptr + i, tl.load(parameters + 3))
         seed = tl.load(seed_ptr + row).to(tl.uint64, bitcast=True)
         draw = _mix(_mix(seed) + (position + 1).to(tl.uint64))
         tl.store(uniform_ptr + i, (draw >> 40).to(tl.float32) * 5.9604644775390625e-08)  # 2^-24
@@ -84,7 +89,7 @@ def prepare(
     tokens: torch.Tensor,
     table: torch.Tensor,
     seed: torch.Tensor,
-    temperature: torch.Tensor,
+    parameters: torch.Tensor,
     *,
     block_size: int,
     width: int,
@@ -92,10 +97,11 @@ def prepare(
     """Read the inputs of the next step of `rows` [n] int64 from the device's state.  Lesson 10.
 
     The state has one entry per row, the last one for padding: position int32, tokens [all, longest] int32, table
-    [groups, all, blocks] int32, seed int64, temperature float32. width: columns of the table to copy.
+    [groups, all, blocks] int32, seed int64, and parameters [all, 4] float32, which are temperature, min_p, top_k and
+    top_p. width: columns of the table to copy.
 
     Returns ids, positions [n] int64, slots [groups, n] int64 (-1 for padding), lengths [n] int32 (0 for padding), table
-    [groups, n, width] int32, temperature and uniform [n] float32.
+    [groups, n, width] int32; uniform, temperature, min_p and top_p [n] float32, top_k [n] int32.
     """
     n, groups, device = len(rows), table.shape[0], rows.device
     found = {
@@ -104,11 +110,14 @@ def prepare(
         "slots": torch.empty(groups, n, dtype=torch.int64, device=device),
         "lengths": torch.empty(n, dtype=torch.int32, device=device),
         "table": torch.empty(groups, n, width, dtype=torch.int32, device=device),
-        "temperature": torch.empty(n, dtype=torch.float32, device=device),
         "uniform": torch.empty(n, dtype=torch.float32, device=device),
+        "temperature": torch.empty(n, dtype=torch.float32, device=device),
+        "min_p": torch.empty(n, dtype=torch.float32, device=device),
+        "top_k": torch.empty(n, dtype=torch.int32, device=device),
+        "top_p": torch.empty(n, dtype=torch.float32, device=device),
     }
     prepare_kernel[(n, groups)](
-        rows, position, tokens, table, seed, temperature, *found.values(),
+        rows, position, tokens, table, seed, parameters, *found.values(),
         tokens.stride(0), table.stride(1), table.stride(0), len(position) - 1,
         BLOCK_SIZE=block_size, WIDTH=width, TILE=min(triton.next_power_of_2(width), 128), num_warps=1,
     )  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import truncation
 from .single_row_parts import dependent_launch, wait_for_inputs
 
 CHUNK = 4096
@@ -49,33 +50,57 @@ def chunk_mass_kernel(
 
 
 @triton.jit
+def _choose(
+    row_ptr, maxima, mass, temperature, uniform, VOCAB, CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The token at which the sum of exp(z) exceeds a share of the sum of all."""
+    chunks, maximum = tl.arange(0, CHUNKS_TILE), tl.max(maxima, 0)
+    mass = mass * tl.exp((maxima - maximum) / temperature)
+    goal = uniform * tl.sum(mass, 0)
+    # Running sums are rounded: only an entry with positive mass may be chosen, and the last such entry if rounding
+    # leaves the goal above the total.
+    before = tl.cumsum(mass, 0) - mass
+    last = tl.max(tl.where(mass > 0, chunks, 0), 0)
+    chunk = tl.min(tl.where((before + mass > goal) & (mass > 0), chunks, last), 0)
+    goal -= tl.sum(tl.where(chunks == chunk, before, 0.0), 0)
+
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(row_ptr + columns, mask=columns < VOCAB, other=float("-inf"))
+    weights = tl.exp((logits.to(tl.float32) - maximum) / temperature)
+    last = tl.max(tl.where(weights > 0, columns, 0), 0)
+    return tl.min(tl.where((tl.cumsum(weights, 0) > goal) & (weights > 0), columns, last), 0)
+
+
+@triton.jit
 def choose_kernel(
-    logits_ptr, temperature_ptr, uniform_ptr, maximum_ptr, argmax_ptr, mass_ptr, out_ptr, row_stride, VOCAB, CHUNKS,
-    CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits_ptr, temperature_ptr, uniform_ptr, min_p_ptr, top_k_ptr, top_p_ptr, maximum_ptr, argmax_ptr, mass_ptr,
+    out_ptr, row_stride, VOCAB, CHUNKS,
+    CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, TRUNCATES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
     chunks = tl.arange(0, CHUNKS_TILE)
     real = chunks < CHUNKS
     maxima = tl.load(maximum_ptr + row * CHUNKS + chunks, mask=real, other=float("-inf"))
     maximum = tl.max(maxima, 0)
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
     if temperature > 0:
+        uniform = tl.load(uniform_ptr + row).to(tl.float32)
         mass = tl.load(mass_ptr + row * CHUNKS + chunks, mask=real, other=0.0)
-        mass = mass * tl.exp((maxima - maximum) / temperature)
-        goal = tl.load(uniform_ptr + row).to(tl.float32) * tl.sum(mass, 0)
-        # Running sums are rounded: only an entry with positive mass may be chosen, and the last such entry if
-        # rounding leaves the goal above the total.
-        before = tl.cumsum(mass, 0) - mass
-        last = tl.max(tl.where(mass > 0, chunks, 0), 0)
-        chunk = tl.min(tl.where((before + mass > goal) & (mass > 0), chunks, last), 0)
-        goal -= tl.sum(tl.where(chunks == chunk, before, 0.0), 0)
-
-        columns = chunk * CHUNK + tl.arange(0, CHUNK)
-        logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < VOCAB, other=float("-inf"))
-        weights = tl.exp((logits.to(tl.float32) - maximum) / temperature)
-        last = tl.max(tl.where(weights > 0, columns, 0), 0)
-        token = tl.min(tl.where((tl.cumsum(weights, 0) > goal) & (weights > 0), columns, last), 0)
+        if TRUNCATES:
+            min_p, top_k, top_p = tl.load(min_p_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+            asked = (min_p > 0) | ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1)
+            if asked & (tl.abs(maximum) < float("inf")):
+                token = truncation.choose_truncated(
+                    row_ptr, maximum_ptr + row * CHUNKS, maxima, mass, temperature, uniform, min_p, top_k, top_p,
+                    VOCAB, CHUNKS, CHUNKS_TILE, CHUNK, SHIFT,
+                )  # fmt: skip
+            else:
+                token = _choose(row_ptr, maxima, mass, temperature, uniform, VOCAB, CHUNKS_TILE, CHUNK)
+        else:
+            token = _choose(row_ptr, maxima, mass, temperature, uniform, VOCAB, CHUNKS_TILE, CHUNK)
     else:
         first = tl.argmax(maxima, 0)
         token = tl.load(argmax_ptr + row * CHUNKS + first)
@@ -103,8 +128,16 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return logits
 
 
-def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """logits [rows, vocab], temperature [rows] from 0, uniform [rows] in [0, 1) -> ids [rows] int64.  Lesson 10."""
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    uniform: torch.Tensor,
+    limits: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """logits [rows, vocab], temperature [rows] from 0, uniform [rows] in [0, 1) -> ids [rows] int64.  Lesson 10.
+
+    limits: min_p [rows] float32 (0: none), top_k [rows] int32 (below 1: none), top_p [rows] float32 (1: none); or None.
+    """
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -119,8 +152,11 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
             logits, temperature, maximum, argmax, mass, logits.stride(0), vocab, chunks,
             CHUNK=CHUNK, num_warps=8, **dependent,
         )  # fmt: skip
+        min_p, top_k, top_p = limits or (temperature, argmax, temperature)  # tensors that are not read
         choose_kernel[(rows,)](
-            logits, temperature, uniform, maximum, argmax, mass, out, logits.stride(0), vocab, chunks,
-            CHUNKS_TILE=triton.next_power_of_2(chunks), CHUNK=CHUNK, num_warps=8, **dependent,
+            logits, temperature, uniform, min_p, top_k, top_p, maximum, argmax, mass, out, logits.stride(0), vocab,
+            chunks, CHUNKS_TILE=max(triton.next_power_of_2(chunks), 2), CHUNK=CHUNK,
+            SHIFT=truncation.SHIFTS[logits.dtype], TRUNCATES=limits is not None,
+            num_warps=8 if limits is None else 16, **dependent,
         )  # fmt: skip
     return out

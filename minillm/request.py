@@ -256,13 +256,10 @@ class SamplingParams:
         return made
 
     @property
-    def needs_general_path(self) -> bool:
-        """Whether sampling needs more than greedy choice or temperature."""
+    def adjusts_logits(self) -> bool:
+        """Whether logits are adjusted before a token is sampled from them."""
         return (
-            self.top_k > 0
-            or self.top_p < 1
-            or self.min_p > 0
-            or self.repetition_penalty != 1
+            self.repetition_penalty != 1
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
             or self.min_tokens > 0

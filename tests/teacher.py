@@ -12,6 +12,8 @@ import torch
 
 from minillm import SamplingParams, ops
 from minillm.model.loader import EMBEDDED
+from minillm.ops import reference
+from minillm.ops.signatures import Truncation
 from minillm.request import Completion
 from minillm.runner.sampler import Sampler
 from minillm.runner.state import RowState
@@ -45,15 +47,16 @@ class Teacher:
         known = np.array(completion.prompt_token_ids + output, np.int32)
         state.fill([NewRow(0, known, start, params, seed, tuple(params.stop_token_ids))])
         rows, lengths = np.zeros(count, np.int64), np.arange(start, start + count)
-        general, shaped = params.needs_general_path, logits.clone()
-        for stage in Sampler.STAGES if general else ():  # which divide by the temperature
+        shaped = logits.clone()
+        for stage in Sampler.STAGES if params.adjusts_logits else ():
             shaped = stage(Sampler(state, ops.on("cpu")), shaped, rows, lengths)
         chosen = torch.tensor(output)
         if params.temperature == 0:
             gap = shaped.amax(-1) - shaped.gather(1, chosen[:, None])[:, 0]
             return int((gap > TIE).sum())
-        temperature = 1.0 if general else params.temperature
-        lower, upper = interval((shaped / temperature).softmax(-1), chosen)
+        min_p, top_k, top_p = state.parameters[:1, 1:].expand(count, -1).unbind(1)
+        kept = reference.truncate(shaped / params.temperature, Truncation(min_p, top_k.int(), top_p))
+        lower, upper = interval(kept.softmax(-1), chosen)
         draws = torch.from_numpy(uniforms_of(seed, lengths)).double()
         return int(((draws < lower - TIE) | (draws > upper + TIE)).sum())
 

@@ -36,7 +36,6 @@ from minillm.kernels import (
     sampling,
     single_row,
     single_row_parts,
-    truncation,
 )
 from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import CacheSpec
@@ -160,11 +159,13 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         rows, tokens = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int32)
         position, seed = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
         table = torch.zeros(1, 4, 16, dtype=torch.int32)
-        decode_step.prepare(rows, position, tokens, table, seed, torch.zeros(4), block_size=16, width=16)
+        decode_step.prepare(rows, position, tokens, table, seed, torch.zeros(4, 4), block_size=16, width=16)
         decode_step.advance(rows, rows, position, tokens, rows, tokens)
         normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)
-        sampling.sample(torch.zeros(2, 9000), torch.ones(2), torch.ones(2))
-        truncation.truncate(torch.zeros(2, 9000), torch.ones(2, dtype=torch.int64), torch.ones(2))
+        limits = torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.ones(2)
+        for dtype in (torch.float32, torch.bfloat16):
+            sampling.sample(torch.zeros(2, 9000, dtype=dtype), torch.ones(2), torch.ones(2), limits)
+            sampling.sample(torch.zeros(2, 9000, dtype=dtype), torch.ones(2), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
         integer_rows.is_compiled = few_rows.is_compiled = fp8_rows.is_compiled = lambda _: True
         row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)

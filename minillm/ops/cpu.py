@@ -21,7 +21,7 @@ from minillm.quantization.methods.hadamard import transform as hadamard  # noqa:
 
 from . import reference
 from .by_weight import ByWeight
-from .signatures import AttentionOptions, Rows
+from .signatures import AttentionOptions, Rows, Truncation
 
 # Splitting a ragged batch costs about as much as gathering this many keys.
 SPLIT_KEYS = 4096
@@ -256,7 +256,7 @@ def _chunk_mask(queries: int, length: int, window: int | None) -> Tensor:
     return reference.visible(torch.arange(length - queries, length)[None], length, window)[0]
 
 
-def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Truncation | None = None) -> Tensor:
     """As the reference, without the work that no row needs."""
     greedy = temperature == 0
     mixed = bool(greedy.any())
@@ -264,7 +264,8 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
         if greedy.all():
             return reference.likeliest(logits)
         temperature = temperature.masked_fill(greedy, 1)
-    cumulative = (logits.double() / temperature[:, None]).softmax(-1).cumsum(-1)
+    scores = logits.double() / temperature[:, None]
+    cumulative = (scores if truncation is None else reference.truncate(scores, truncation)).softmax(-1).cumsum(-1)
     target = uniform.double() * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     if not math.isfinite(target.sum()):

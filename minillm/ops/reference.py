@@ -14,7 +14,7 @@ from minillm.quantization import Weight
 from minillm.quantization.methods.hadamard import largest_order
 from minillm.quantization.methods.hadamard import matrix as hadamard_matrix
 
-from .signatures import AttentionOptions, Rows
+from .signatures import AttentionOptions, Rows, Truncation
 
 
 def embedding(ids: Tensor, weight: Weight, scale: float) -> Tensor:
@@ -143,32 +143,38 @@ def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Te
     return soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
 
 
-def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep each row's `top_k` largest logits, and of these the largest that sum to `top_p`: -inf elsewhere.  Lesson 02.
+def truncate(scores: Tensor, truncation: Truncation) -> Tensor:
+    """Write -inf to the scores that each row's truncation leaves out, and return them.  Lesson 02.
 
-    logits: [rows, vocab], which may be overwritten; top_k [rows] int64, below 1: all; top_p [rows] in (0, 1], a share
-    of the probability that top_k left (Holtzman et al. 2020, section 3.1). Of equal logits the lower ids come first.
+    scores: [rows, vocab], logits divided by the temperature. Of equal scores the lower ids come first.
     """
-    vocab = logits.shape[-1]
-    ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-    outside = torch.arange(vocab, device=logits.device) >= torch.where(top_k > 0, top_k, vocab)[:, None]
-    ranked = ranked.masked_fill(outside, -torch.inf)
-    probabilities = ranked.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    top_p = top_p[:, None]
-    ranked = ranked.masked_fill((before >= top_p) & (before > 0) & (top_p < 1), -torch.inf)  # the first stays
-    return torch.empty_like(logits).scatter_(1, order, ranked)
+    min_p, top_k, top_p = (each[:, None] for each in truncation)
+    scores -= scores.amax(-1, keepdim=True)
+    scores.masked_fill_(scores < min_p.to(scores.dtype).log(), -torch.inf)
+    rows = (((top_k > 0) & (top_k < scores.shape[-1])) | (top_p < 1)).nonzero()[:, 0]
+    if len(rows):
+        ranked, order = scores[rows].sort(dim=-1, descending=True, stable=True)
+        top_k, top_p = top_k[rows], top_p[rows]
+        places = torch.arange(scores.shape[-1], device=scores.device)
+        ranked.masked_fill_((places >= top_k) & (top_k > 0), -torch.inf)
+        probabilities = ranked.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        ranked.masked_fill_((before >= top_p) & (before > 0) & (top_p < 1), -torch.inf)  # the first stays
+        scores[rows] = torch.empty_like(ranked).scatter_(1, order, ranked)
+    return scores
 
 
-def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Truncation | None = None) -> Tensor:
     """Sample one token per row with one random number per row: [rows] int64.  Lesson 02.
 
     logits: [rows, vocab]; temperature, uniform: [rows]. Temperature 0 takes the most likely token; otherwise the first
-    token at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in [0, 1). A row that
-    has no probabilities gets -1: one of its logits is NaN or infinity, or all are minus infinity.
+    token at which the cumulative sum of softmax(logits / temperature) exceeds `uniform`, which is in [0, 1). With
+    `truncation`, the sum is over the tokens that it leaves. A row that has no probabilities gets -1: one of its logits
+    is NaN or infinity, or all are minus infinity.
     """
     divisor = torch.where(temperature > 0, temperature, 1.0).double()
-    cumulative = (logits.double() / divisor[:, None]).softmax(-1).cumsum(-1)
+    scores = logits.double() / divisor[:, None]
+    cumulative = (scores if truncation is None else truncate(scores, truncation)).softmax(-1).cumsum(-1)
     # In float64, uniform < 1 keeps the target below the total, so a token of probability 0 is never drawn.
     target = uniform.double() * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

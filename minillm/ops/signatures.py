@@ -1,7 +1,7 @@
 """The signature of each operation.  `reference.py` specifies what it computes.  Lessons 02 to 08."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +61,20 @@ class Rows:
         return cls(block_table, lengths, start, queries)
 
 
+class Truncation(NamedTuple):
+    """What sampling leaves out of each row, in the order in which it is applied.  Lesson 10.
+
+    min_p  [rows] float32: tokens less likely than this share of the likeliest's probability; 0: none
+    top_k  [rows] int32: all but this many of the likeliest; below 1: none
+    top_p  [rows] float32: all but the likeliest whose probabilities, a share of what is left by then, sum to this
+           (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1); 1: none
+    """
+
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+
 class Operations(Protocol):
     """The operations of one type of device. `minillm.ops.reference` specifies each of them.
 
@@ -111,11 +125,9 @@ class Operations(Protocol):
         """hidden [samples, hidden], weight [vocab, hidden] -> logits [samples, vocab]"""
         ...
 
-    def truncate(self, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        """logits [rows, vocab], top_k [rows] int64, top_p [rows] -> like logits"""
-        ...
-
-    def sample(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+    def sample(
+        self, logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Truncation | None = None
+    ) -> Tensor:
         """logits [rows, vocab], temperature and uniform [rows] -> [rows] int64; -1: the logits are not numbers"""
         ...
 

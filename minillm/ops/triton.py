@@ -6,16 +6,16 @@ Importing this module fails if triton is not installed; the table then keeps the
 """
 
 import triton  # noqa: F401  so that an ImportError names triton, which the kernels need
-from torch import Tensor, bfloat16, float16, float32, float64
+from torch import Tensor, bfloat16, float16, float64
 
 from minillm.kernels import activation as gated
-from minillm.kernels import normalization, paged_attention, rope_cache, sampling, truncation
+from minillm.kernels import normalization, paged_attention, rope_cache, sampling
 from minillm.kv_cache.layer_cache import LayerCache, indexable, quantize
 from minillm.quantization import QuantizedActivations, Weight
 from minillm.quantization.methods.hadamard import transform as hadamard  # noqa: F401  in two small products
 
 from . import reference
-from .signatures import AttentionOptions, Rows
+from .signatures import AttentionOptions, Rows, Truncation
 from .triton_linear import embedding as embedding
 from .triton_linear import linear, on_codes
 
@@ -78,16 +78,10 @@ def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Te
     return sampling.soft_cap(logits, soft_cap) if soft_cap else logits
 
 
-def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    if logits.dtype != float32:
-        return reference.truncate(logits, top_k, top_p)
-    return truncation.truncate(logits, top_k, top_p)
-
-
-def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Truncation | None = None) -> Tensor:
     if logits.dtype == float64:
-        return reference.sample(logits, temperature, uniform)
-    return sampling.sample(logits, temperature, uniform)
+        return reference.sample(logits, temperature, uniform, truncation)
+    return sampling.sample(logits, temperature, uniform, truncation)
 
 
 def normed_linear(

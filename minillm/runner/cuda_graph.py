@@ -1,23 +1,42 @@
 """Capture steps as CUDA graphs, and keep their results valid after a replay.  Lesson 11.
 
 All graphs share one memory pool because they never run at the same time. A step's logits are therefore valid until the
-next replay. For requests that use top-p, penalties or log-probabilities, extra kernels read them after the graph.
+next replay. For requests that use penalties or log-probabilities, extra kernels read them after the graph.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.ops import OperationSet
+from minillm.ops.signatures import Truncation
 from minillm.overrides import OverrideError
 from minillm.scheduler.step import Step
 
-ToSample = tuple[Tensor, Tensor, Tensor]  # logits [rows, vocab], temperatures and random numbers [rows]
+
+class ToSample(NamedTuple):
+    """The arguments of the operation `sample`."""
+
+    logits: Tensor
+    temperature: Tensor
+    uniform: Tensor
+    truncation: Truncation
+
+    @classmethod
+    def of(cls, logits: Tensor, prepared: Mapping[str, Tensor]) -> Self:
+        """With what `decode_step.prepare` has found for each row."""
+        truncation = Truncation(*(prepared[name] for name in Truncation._fields))
+        return cls(logits, prepared["temperature"], prepared["uniform"], truncation)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed."""
+        truncation = Truncation(*map(change, self.truncation))
+        return type(self)(change(self.logits), change(self.temperature), change(self.uniform), truncation)
 
 
 @dataclass(eq=False)
@@ -144,8 +163,8 @@ def capture(step: Callable[[], ToSample], out: Tensor, other: torch.cuda.CUDAGra
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
-        logits, temperature, uniform = (each.contiguous() for each in step())
-    return Graph(graph, out, (borrowed(logits), borrowed(temperature), borrowed(uniform)))
+        found = step().each(Tensor.contiguous)
+    return Graph(graph, out, found.each(borrowed))
 
 
 def borrowed(tensor: Tensor) -> Tensor:

@@ -125,10 +125,10 @@ class DecodeGraphs(Graphs[DecodeShape]):
         return graph
 
     def _logits(self, rows: Tensor, width: int) -> ToSample:
-        """The rows' logits, and the temperatures and random numbers to sample them with."""
+        """The rows' logits, and what to sample them with."""
         state, model, count = self.state, self.model, len(rows)
         found = decode_step.prepare(
-            rows, state.position, state.tokens, state.block_table, state.seed, state.temperature,
+            rows, state.position, state.tokens, state.block_table, state.seed, state.parameters,
             block_size=state.block_size, width=width,
         )  # fmt: skip
         batch = Batch(
@@ -143,7 +143,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
             logits = self.single_row.logits(batch, self.caches)
         else:
             logits = model.logits(model.forward(batch, self.caches))
-        return logits, found["temperature"], found["uniform"]
+        return ToSample.of(logits, found)
 
     def _sample(self, rows: Tensor, to_sample: ToSample, out: Tensor) -> None:
         sampled = self.model.ops.sample(*to_sample)

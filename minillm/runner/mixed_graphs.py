@@ -179,7 +179,7 @@ class MixedGraphs(Graphs[MixedShape]):
         decodes, block_size = shape.decodes, state.block_size
         state.position[sent.rows] = sent.positions.int()
         found = decode_step.prepare(
-            sent.rows, state.position, state.tokens, state.block_table, state.seed, state.temperature,
+            sent.rows, state.position, state.tokens, state.block_table, state.seed, state.parameters,
             block_size=block_size, width=shape.width,
         )  # fmt: skip
         ids = state.tokens[sent.token_rows, sent.token_positions].long()
@@ -196,7 +196,8 @@ class MixedGraphs(Graphs[MixedShape]):
             logits_index=sent.last,
         )
         logits = model.logits(model.forward(batch, self.decodes.caches))
-        sampled = model.ops.sample(logits, found["temperature"], found["uniform"])
+        to_sample = ToSample.of(logits, found)
+        sampled = model.ops.sample(*to_sample)
         decode_step.advance(sent.sampling, sampled, state.position, state.tokens, out, state.arrived)
         out.copy_(sampled[sent.order])
-        return logits, found["temperature"], found["uniform"]
+        return to_sample

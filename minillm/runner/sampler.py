@@ -1,8 +1,8 @@
 """Sample tokens from logits.  Lesson 02.
 
-The fast path (greedy or temperature only) is the operation `sample`, which needs one random number per row. If a row
-uses more options (penalties, bias, truncation), its logits go through `Sampler.STAGES` on the device first. Penalties
-read the history from the token rows on the device, so a resumed request has no sampler state to restore.
+The fast path is the operation `sample`: greedy choice, or a temperature and truncation, with one random number per row.
+If a row uses more options (bias, penalties, grammars), its logits go through `Sampler.STAGES` on the device first.
+Penalties read the history from the token rows on the device, so a resumed request has no sampler state to restore.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from minillm.ops import Operations
 from minillm.ops.reference import likeliest
+from minillm.ops.signatures import Truncation
 
 from .logprobs import widened
-from .state import MIN_P, PENALTIES, TRUNCATION, RowState, mix
+from .state import PENALTIES, TRUNCATION, RowState, mix
 
 GENERAL_AT_ONCE = 256  # rows adjusted at a time: with Gemma's vocabulary each takes a few MB
 
@@ -70,7 +71,7 @@ class Sampler:
             finite = chosen.amax(-1).abs() < torch.inf  # before a grammar's mask, which may hide what is not
             for stage in self.STAGES:
                 chosen = stage(self, chosen, rows[piece], lengths[piece])
-            drawn = self._draw(chosen, rows[piece], lengths[piece], divided=True)
+            drawn = self._draw(chosen, rows[piece], lengths[piece])
             sampled[self._tensor(piece)] = torch.where(finite, drawn, -1)
         return len(general) > 0
 
@@ -112,41 +113,19 @@ class Sampler:
         masks = self._tensor(np.stack([columns.mask[row] for row in rows[masked]]))
         return forbid(logits, self._tensor(masked), masks)
 
-    def temperature(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Divide by the temperature, in place; the largest logit becomes 0.
+    STAGES = (logit_bias, penalties, min_tokens, grammar)
 
-        It is shifted to 0 before the division: dividing by a temperature near 0 could overflow several logits.
-        """
-        top = logits.amax(-1, keepdim=True)
-        logits -= torch.where(top.isfinite(), top, 0)
-        temperature = self.state.sampling.temperature[rows]
-        logits /= self._tensor(np.where(temperature > 0, temperature, 1)).to(logits.dtype)[:, None]
-        return logits
-
-    def min_p(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Forbid tokens much less likely than the likeliest, whose logit is 0; in place."""
-        if min_p := self._asked(MIN_P, rows, logits.dtype):
-            logits.masked_fill_(logits < torch.log(min_p[0]), -torch.inf)
-        return logits
-
-    def top_k_and_top_p(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """Keep the k most likely tokens, and of these the most likely ones whose probabilities sum to p."""
-        if truncation := self._asked(TRUNCATION, rows, torch.float64):
-            top_k, top_p = truncation
-            return self.ops.truncate(logits, top_k[:, 0].long(), top_p[:, 0].to(logits.dtype))
-        return logits
-
-    STAGES = (logit_bias, penalties, min_tokens, grammar, temperature, min_p, top_k_and_top_p)
-
-    def _draw(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, divided: bool = False) -> Tensor:
-        """Draw one token per row. divided: the logits are already divided by the temperature."""
+    def _draw(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """Draw one token per row."""
         temperature = self.state.sampling.temperature[rows]
         if not temperature.any():
             return likeliest(logits)
-        if divided:
-            temperature = (temperature > 0).astype(np.float32)
         draws = self._tensor(_draws(self.state.sampling.mixed_seed[rows], lengths))
-        return self.ops.sample(logits, self._tensor(temperature), draws)
+        truncation = None
+        if asked := self._asked(TRUNCATION, rows, torch.float32):
+            min_p, top_k, top_p = (each[:, 0] for each in asked)
+            truncation = Truncation(min_p, top_k.int(), top_p)
+        return self.ops.sample(logits, self._tensor(temperature), draws, truncation)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return self.state.to_device(array)

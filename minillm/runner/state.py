@@ -16,10 +16,10 @@ from minillm.config import MOST_AHEAD
 from minillm.kv_cache.attention_sinks import missing
 from minillm.scheduler.step import NewRow, Step
 
-# Parameters that adjust a row's logits, with their neutral values.
+# Parameters of sampling, with their neutral values.
 PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-TRUNCATION = {"top_k": 0, "top_p": 1}
-MIN_P = {"min_p": 0}
+TRUNCATION = {"min_p": 0, "top_k": 0, "top_p": 1}
+MOST_K = 1 << 24  # the largest top_k; float32 holds all whole numbers up to it
 
 
 class RowState:
@@ -39,7 +39,7 @@ class RowState:
         self.block_table = column(groups, rows + 1, blocks)
         self.position = column(rows + 1)  # of the token that a captured step runs next
         self.seed = column(rows + 1, dtype=torch.int64)
-        self.temperature = column(rows + 1, dtype=torch.float32)
+        self.parameters = column(rows + 1, 4, dtype=torch.float32)  # temperature, min_p, top_k, top_p
         self.padding = rows
         # On the host: captured steps write each row's newest tokens here, at their positions modulo the ring's size.
         self.arrived = torch.zeros((rows + 1, MOST_AHEAD + 1), dtype=torch.int32)
@@ -80,8 +80,7 @@ class RowState:
         seeds = np.array([new.seed for new in new_rows])
         rows, seeds_sent = self.send(np.array([new.row for new in new_rows]), seeds)
         self.seed[rows] = seeds_sent
-        temperatures = np.array([new.params.temperature for new in new_rows], np.float32)
-        self.temperature[rows] = self.to_device(temperatures)
+        self.parameters[rows] = self.to_device(self.sampling.of([new.row for new in new_rows]))
 
     def store(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> Tensor:
         """Write each row's new token [n] to its position in the row. Returns them as the next step's inputs.
@@ -128,8 +127,8 @@ class SamplingColumns:
         self.biased = np.zeros(rows, bool)
         self.masked = np.zeros(rows, bool)  # rows with a grammar
         self.mask = [np.zeros(0, np.uint8)] * rows  # the tokens that it allows next, one bit each
-        self.general = np.zeros(rows, bool)  # rows that need more than greedy choice or a temperature
-        self.shaping = {name: np.zeros(rows) for name in PENALTIES | TRUNCATION | MIN_P}
+        self.general = np.zeros(rows, bool)  # rows whose logits are adjusted before they are sampled
+        self.shaping = {name: np.zeros(rows) for name in PENALTIES | TRUNCATION}
 
     def fill(self, new: NewRow) -> None:
         """Set the columns of a row that a request has just got."""
@@ -142,9 +141,14 @@ class SamplingColumns:
         self.bias[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float64)
         self.biased[row] = bool(bias)
         self.masked[row] = params.grammar is not None
-        self.general[row] = params.needs_general_path
+        self.general[row] = params.adjusts_logits
         for name, column in self.shaping.items():
-            column[row] = getattr(params, name)
+            column[row] = min(getattr(params, name), MOST_K)
+
+    def of(self, rows: Sequence[int]) -> np.ndarray:
+        """The temperature, min_p, top_k and top_p of each row: [n, 4] float32."""
+        columns = np.stack([self.temperature, *(self.shaping[name] for name in TRUNCATION)], axis=1)
+        return columns[np.array(rows)].astype(np.float32)
 
 
 def mix(z: Any) -> Any:

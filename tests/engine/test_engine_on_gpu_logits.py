@@ -84,6 +84,8 @@ class OnGPU(Paged):
 def on_gpu(value):
     if isinstance(value, torch.Tensor):
         return value.cuda()
+    if isinstance(value, tuple):  # of rows, one for each layer group
+        return tuple(map(on_gpu, value))
     if dataclasses.is_dataclass(value):
         return dataclasses.replace(value, **{name: on_gpu(part) for name, part in vars(value).items()})
     return value

@@ -42,7 +42,7 @@ KINDS = {
     "logprobs": {"temperature": 0, "logprobs": 2},
     "prompt_logprobs": {"temperature": 1, "prompt_logprobs": 1},
 }
-# Other kinds are sampled after the graph, so half of the requests or nearly all are of these kinds.
+# All others but truncation are sampled after the graph, so half of the requests or nearly all are of these kinds.
 OFTEN = ["greedy", "temperature 1", "temperature 0.7", "seeded"]
 EDGES = ("top_k", "top_p", "min_p")  # a near-tie at the cutoff shifts every draw, about once in 10,000 tokens
 
@@ -287,7 +287,7 @@ def test_emulated_graphs_give_each_request_its_tokens(rows, budget, tmp_path):
         engine, requests = llm.engine, []
         while len(requests) < 4 * rows or engine.tracked:
             if len(requests) < 4 * rows and rng.random() < 0.7:
-                kind = rng.choice(["greedy", "temperature 1", "temperature 0.7", "penalties", "seeded"])
+                kind = rng.choice([*OFTEN, *EDGES, "penalties"])
                 params = SamplingParams(max_tokens=rng.randint(4, 8), ignore_eos=True, **KINDS[kind])
                 prompt = [rng.randrange(1, 96) for _ in range(rng.randint(1, 24))]
                 requests.append((engine.prepare(prompt, params), kind))

@@ -4,11 +4,13 @@ If MINILLM_NOTES names a file, every comparison appends a line to it; `tools/ker
 """
 
 import json
+import math
 import os
 
 import torch
 
 from minillm.kv_cache import LayerCache
+from minillm.ops.signatures import Truncation
 from tests.chance import SEED
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative error of the whole result
@@ -84,27 +86,39 @@ def double(cache: LayerCache) -> LayerCache:
     return LayerCache(cache.k.double(), cache.v.double())
 
 
-def assert_truncated(got: torch.Tensor, logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Each row keeps its top-ranked tokens, by top_k and by probability mass up to top_p, within MASS_BOUND."""
+def kept_by(logits: torch.Tensor, temperature: float, min_p: float, top_k: int, top_p: float) -> torch.Tensor:
+    """The weights [vocab] of what a row's truncation keeps, in float64; 0 for all other tokens."""
+    z = (logits.double() - logits.double().max()) / temperature
+    weights = torch.where(z >= math.log(min_p), z.exp(), 0) if min_p > 0 else z.exp()
+    ranked, order = weights.sort(descending=True, stable=True)
+    if top_k > 0:
+        ranked[top_k:] = 0
+    before = ranked.cumsum(0) - ranked
+    ranked = torch.where((before >= top_p * ranked.sum()) & (before > 0) & (top_p < 1), 0, ranked)
+    return torch.zeros_like(weights).scatter_(0, order, ranked)
+
+
+def assert_sampled(
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    uniform: torch.Tensor,
+    truncation: Truncation,
+) -> None:
+    """Each token is one that its row keeps, where the cumulative sum of these exceeds the random number."""
     error = 0.0
-    for row in range(len(logits)):
-        ranking = logits[row].double().sort(descending=True, stable=True)
-        possible = int((ranking.values > -torch.inf).sum())
-        kept = torch.isfinite(got[row])
-        count = int(kept.sum())
-        assert torch.equal(got[row][kept], logits[row][kept]), "kept logits must not change"
-        assert (got[row][~kept] == -torch.inf).all()
-        assert set(ranking.indices[:count].tolist()) == set(kept.nonzero()[:, 0].tolist()), (
-            "the likeliest tokens must be kept"
-        )
-        most = min(possible, int(top_k[row])) if top_k[row] > 0 else possible
-        assert 1 <= count <= most
-        if top_p[row] == 1:
-            assert count == most
+    for row, token in enumerate(ids.tolist()):
+        if temperature[row] == 0:
+            assert token == int(logits[row].argmax())
             continue
-        mass = ranking.values[:most].softmax(0).cumsum(0)
-        wanted = top_p[row].double()
-        before = mass[count - 2] if count > 1 else 0.0
-        error = max(error, float(before - wanted), float(wanted - mass[count - 1]) if count < most else 0.0)
+        min_p, top_k, top_p = (each[row].item() for each in truncation)
+        options = logits[row].cpu(), temperature[row].item(), min_p, top_k
+        # Sums are rounded, so one token more or less may be kept.
+        less, weights = (kept_by(*options, top_p if top_p == 1 else top_p + off) for off in (-MASS_BOUND, MASS_BOUND))
+        assert weights[token] > 0, f"row {row}: token {token} should have been left out"
+        total = weights.sum().item()
+        upper, own = weights[: token + 1].sum().item() / total, weights[token].item() / total
+        beyond = max(upper - own - uniform[row].item(), uniform[row].item() - upper)
+        error = max(error, beyond - (1 - less.sum().item() / total))
     note("truncate, probability mass", logits.dtype, max(error, 0.0), MASS_BOUND)
     assert error <= MASS_BOUND

@@ -24,7 +24,7 @@ def state(rows: int = 6, longest: int = 40, blocks: int = 10, groups: int = 2) -
         "tokens": random(1000, rows + 1, longest, dtype=torch.int32),
         "table": random(500, groups, rows + 1, blocks, dtype=torch.int32),
         "seed": torch.from_numpy(seeds).to(DEVICE),
-        "temperature": torch.rand(rows + 1, generator=generator).to(DEVICE),
+        "parameters": torch.rand(rows + 1, 4, generator=generator).mul(9).round().to(DEVICE),
     }
 
 
@@ -41,7 +41,8 @@ def test_prepare_looks_up_each_rows_next_step():
         for group in range(2):
             assert found["slots"][group, i] == given["table"][group, row, position // 4] * 4 + position % 4
             assert found["table"][group, i].tolist() == given["table"][group, row, :9].tolist()
-        assert found["temperature"][i] == given["temperature"][row]
+        sampling = [found[name][i] for name in ("temperature", "min_p", "top_k", "top_p")]
+        assert sampling == given["parameters"][row].tolist() and found["top_k"].dtype == torch.int32
 
 
 def test_prepare_draws_the_samplers_own_random_numbers():

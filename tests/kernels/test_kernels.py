@@ -14,8 +14,10 @@ from minillm.model.batch import Batch
 from minillm.model.families import ARCHITECTURES
 from minillm.model.loader import load_model
 from minillm.ops import AttentionOptions, Rows, reference
+from minillm.ops.signatures import Truncation
 from minillm.quantization import DenseWeight
-from tests.kernels.compare import DTYPES, assert_close, assert_truncated, double, paged_cache, random_tensor, rotations
+from tests.kernels.compare import DTYPES, assert_close, assert_sampled, double, paged_cache, random_tensor, rotations
+from tests.proofs import only_in_proofs, pairwise
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import sampling  # noqa: E402  needs triton
@@ -319,40 +321,65 @@ def test_a_sample_is_where_the_cumulative_distribution_exceeds_the_random_number
         assert upper - chances[row, token] - 1e-5 <= u <= upper + 1e-5 and chances[row, token] > 0
 
 
-FLAT, STEEP = 0.01, 4.0  # scales of the logits: with flat ones, the thresholds are beyond the ranked candidates
+@pairwise({
+    "vocab": (2, 700, 5000),
+    "scale": {"flat": 0.01, "steep": 4.0},
+    "dtype": (torch.float32, torch.bfloat16, torch.float16),
+})  # fmt: skip
+def test_a_sample_is_from_what_truncation_keeps(vocab, scale, dtype, device):
+    """Every option alone and with others, at, below and above the size of a vocabulary."""
+    min_p = torch.tensor([0, 0, 0, 0, 0, 0, 0.05, 0.5, 1, 0.01], device=device)
+    top_k = torch.tensor([0, -1, 1, 50, 0, 3000, 0, vocab - 1, 5, vocab], device=device)
+    top_p = torch.tensor([0.9, 1, 1, 0.5, 0.01, 1, 1, 0.7, 1, 0.95], device=device)
+    truncation = Truncation(min_p, top_k.int(), top_p)
+    logits = (torch.randn(10, vocab, device=device) * scale).to(dtype)
+    if dtype == torch.float32:
+        logits[5:] = (logits[5:] * 2 / scale).round() * scale / 2  # many are equal
+    temperature, uniform = (
+        torch.tensor([1.0, 0.7, 1.5, 1.0, 0.9], device=device).repeat(2),
+        torch.rand(10, device=device),
+    )
+    temperature[6], uniform[0], uniform[1], uniform[9] = 0.0, 0.0, 1.0 - 2**-24, 1.0 - 2**-24
+    for module in (kernels, reference):
+        ids = module.sample(logits, temperature, uniform, truncation)
+        assert_sampled(ids, logits, temperature, uniform, truncation)
 
 
-@pytest.mark.parametrize("coarse", [False, True], ids=["all different", "many equal"])
-@pytest.mark.parametrize("scale", [FLAT, STEEP])
-@pytest.mark.parametrize("vocab", [1, 700, 9000])
-def test_truncation_keeps_the_likeliest_tokens(vocab, scale, coarse, device):
-    top_k = torch.tensor([0, -1, 1, 50, 0, 1024, 1025, vocab - 1, 3000, 2**31 - 1], device=device)
-    top_p = torch.tensor([0.9, 1.0, 1.0, 0.5, 0.01, 1.0, 1.0, 0.7, 0.999, 0.3], device=device)
-    logits = torch.randn(len(top_k), vocab, device=device) * scale
-    if coarse:
-        logits = (logits * 2 / scale).round() * scale / 2
-    assert_truncated(kernels.truncate(logits.clone(), top_k, top_p), logits, top_k, top_p)
-    both = reference.truncate(logits.clone(), top_k, top_p)
-    assert_truncated(both, logits, top_k, top_p)
+@pytest.mark.parametrize("dtype", [torch.float32, *only_in_proofs(torch.bfloat16)], ids=str)
+def test_the_limit_of_a_large_vocabulary_is_first_looked_for_in_a_sample(dtype, device):
+    """And is found where the sample is unlike the rest: here the likely tokens are in other chunks than those."""
+    logits = (torch.randn(3, 70_000, device=device)).to(dtype)
+    logits[1, :3000] += 9
+    logits[2, 12_000:13_000] -= 60
+    ones, uniform = torch.ones(3, device=device), torch.rand(3, device=device)
+    truncation = Truncation(ones * 0, (ones * 0).int(), ones * 0.9)
+    assert_sampled(kernels.sample(logits, ones, uniform, truncation), logits, ones, uniform, truncation)
 
 
 def test_truncation_handles_forbidden_tokens_and_both_zeros(device):
+    """Which tokens occur, with random numbers that fall on each that is kept."""
     logits = torch.full((5, 2000), -torch.inf, device=device)
     logits[:, [5, 1500, 1999]] = torch.tensor([0.0, -0.0, 1.0], device=device)
     logits[4] = -torch.inf
-    top_k = torch.tensor([2, 1500, 0, 0, 3], device=device)
+    top_k = torch.tensor([2, 1500, 0, 0, 3], dtype=torch.int32, device=device)
     top_p = torch.tensor([1.0, 1.0, 0.5, 0.9, 0.5], device=device)
-    found = kernels.truncate(logits.clone(), top_k, top_p)
-    kept = [torch.isfinite(row).nonzero()[:, 0].tolist() for row in found]
-    assert kept == [[5, 1999], [5, 1500, 1999], [1999], [5, 1500, 1999], []]
+    found = [
+        kernels.sample(logits, top_p * 0 + 1, top_p * 0 + uniform, Truncation(top_p * 0, top_k, top_p)).tolist()
+        for uniform in (0.1, 0.3, 0.9)
+    ]
+    assert [set(each) for each in zip(*found, strict=True)] == [
+        {5, 1999}, {5, 1500, 1999}, {1999}, {5, 1500, 1999}, {-1},
+    ]  # fmt: skip
 
 
 def test_strided_rows_of_a_wider_array_are_supported(device):
     wide = torch.randn(3, 500, device=device)
-    logits, before = wide[:, :400], wide.clone()
-    top_k, top_p = torch.tensor([3, 3, 0], device=device), torch.ones(3, device=device)
-    assert_truncated(kernels.truncate(logits, top_k, top_p), before[:, :400], top_k, top_p)
-    assert torch.equal(wide[:, 400:], before[:, 400:]) and torch.equal(wide[2], before[2])
+    ones, uniform = torch.ones(3, device=device), torch.rand(3, device=device)
+    truncation = Truncation(ones * 0, torch.tensor([3, 3, 0], dtype=torch.int32, device=device), ones)
+    before = wide.clone()
+    ids = kernels.sample(wide[:, :400], ones, uniform, truncation)
+    assert_sampled(ids, wide[:, :400], ones, uniform, truncation)
+    assert torch.equal(wide, before)
 
 
 def test_a_forbidden_token_is_never_sampled(device):

@@ -8,12 +8,13 @@ import torch
 
 from minillm.kv_cache import LayerCache
 from minillm.ops import AttentionOptions, Rows, reference
+from minillm.ops.signatures import Truncation
 from tests.chance import SEED
 from tests.kernels.compare import (
     COMPILED,
     TOLERANCE,
     assert_close,
-    assert_truncated,
+    assert_sampled,
     double,
     note,
     paged_cache,
@@ -164,14 +165,22 @@ def test_samples_match_the_cumulative_distribution(dtype, draw, rng, device):
 
 
 @draws
-def test_truncation_keeps_the_top_ranked_tokens(draw, rng, device):
+def test_truncated_samples_match_the_distribution_of_what_is_kept(draw, rng, device):
     rows, vocab = rng.randint(1, 40 if COMPILED else 3), rng.choice([256_000 if COMPILED else 9_000, 4096, 1500])
-    logits = random_tensor(rows, vocab, dtype=torch.float32, device=device, scale=rng.choice([0.01, 1.0, 5.0]))
-    if rng.random() < 0.5:
-        logits = logits.bfloat16().float()  # many are equal
-    top_k = torch.tensor([rng.choice([0, 1, 64, rng.randint(1, vocab)]) for _ in range(rows)], device=device)
-    top_p = torch.tensor([rng.choice([1.0, 0.95, rng.uniform(0.01, 1)]) for _ in range(rows)], device=device)
-    assert_truncated(kernels.truncate(logits.clone(), top_k, top_p), logits, top_k, top_p)
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+    logits = random_tensor(rows, vocab, dtype=dtype, device=device, scale=rng.choice([0.01, 1.0, 5.0]))
+
+    def column(choose, dtype=torch.float32) -> torch.Tensor:
+        return torch.tensor([choose() for _ in range(rows)], dtype=dtype, device=device)
+
+    truncation = Truncation(
+        column(lambda: rng.choice([0.0, 0.0, rng.random()])),
+        column(lambda: rng.choice([0, 1, 64, rng.randint(1, vocab)]), torch.int32),
+        column(lambda: rng.choice([1.0, 0.95, rng.uniform(0.01, 1)])),
+    )
+    temperature, uniform = column(lambda: rng.choice([1.0, 0.7, 1.3, 0.0])), torch.rand(rows, device=device)
+    ids = kernels.sample(logits, temperature, uniform, truncation)
+    assert_sampled(ids, logits, temperature, uniform, truncation)
 
 
 @pytest.mark.skipif(not COMPILED, reason="two caches of more than 2**31 elements need 9 GB of a GPU")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minillm import InvalidRequest, SamplingParams, ops
+from minillm.ops.signatures import Truncation
 from minillm.runner.logprobs import top_logprobs
 from minillm.runner.sampler import Sampler, derived_seed, forbid, uniforms
 from minillm.runner.state import RowState
@@ -106,7 +107,7 @@ def test_draws_follow_the_documented_distribution(case):
 def test_stages_run_in_the_documented_order():
     documented = SamplingParams.__doc__.split("The steps run in this order: ")[1].split(".")[0]
     names = ["grammar" if "grammar" in step else step.strip() for step in documented.split(",")]
-    assert names == [name for stage in Sampler.STAGES for name in stage.__name__.split("_and_")]
+    assert names == [*(stage.__name__ for stage in Sampler.STAGES), "temperature", *Truncation._fields]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES[1:] if case.get("min_tokens") != len(OUTPUT)], ids=str)
@@ -164,8 +165,7 @@ def test_the_smallest_accepted_values_choose_the_likeliest_token(case, kernels, 
         if torch.cuda.is_available():
             pytest.skip("kernels are compiled here, and these logits are on the CPU")
         fast = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
-        for name in ("sample", "truncate"):
-            monkeypatch.setattr(ops.on("cpu"), name, getattr(fast, name))
+        monkeypatch.setattr(ops.on("cpu"), "sample", fast.sample)
     assert set(draw(SamplingParams(**case), draws=12).tolist()) == {7}
 
 

@@ -34,7 +34,7 @@ class Fault:
         parts = Path(self.file).parts
         if parts[0] == "kernels":
             return "kernels"
-        return parts[1] if len(parts) > 2 else TOP
+        return parts[1] if parts[0] == "minillm" and len(parts) > 2 else TOP
 
     def plant(self, text: str) -> str:
         """Return the file's text with the fault in it. Raises StaleFault."""

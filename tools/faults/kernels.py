@@ -6,6 +6,7 @@ ATTENTION = "kernels/paged_attention.py"
 
 CODES = "kernels/cache_codes.py"
 FP8_ROWS = "kernels/fp8_rows.py"
+TRUNCATION = "kernels/truncation.py"
 
 FAULTS = (
     Fault(
@@ -245,5 +246,19 @@ FAULTS = (
         "dependent = dependent_launch(ids.device)",
         'dependent = {"DEPENDENT": False}',
         "tests/kernels/test_single_row.py -k only_these_kernels",
+    ),
+    Fault(
+        "all logits equal to the limit stay",
+        TRUNCATION,
+        "kept = (x > limit) | (same & (rank <= equals))",
+        "kept = (x > limit) | (same & (rank > 0))",
+        "tests/kernels/test_kernels.py -k truncation_keeps",
+    ),
+    Fault(
+        "a limit that the sample suggests is taken for the row's",
+        TRUNCATION,
+        "low, high, over = _narrowed(keys, found, goal, low, high, over)",
+        "low, high, over = _narrowed(keys, found, tl.where(passes == 0, part, goal), low, high, over)",
+        "tests/kernels/test_kernels.py -k looked_for_in_a_sample",
     ),
 )

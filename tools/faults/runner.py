@@ -27,17 +27,17 @@ FAULTS = (
         "tests/runner/test_sampler.py -k 'distribution and presence_penalty'",
     ),
     Fault(
-        "min_p is applied before the temperature",
-        SAMPLER,
-        "logit_bias, penalties, min_tokens, grammar, temperature, min_p,",
-        "logit_bias, penalties, min_tokens, grammar, min_p, temperature,",
+        "min_p is a probability, not a share of the likeliest's",
+        "minillm/ops/reference.py",
+        "scores -= scores.amax(-1, keepdim=True)",
+        "scores -= scores.logsumexp(-1, keepdim=True)",
         "tests/runner/test_sampler.py -k 'distribution and min_p'",
     ),
     Fault(
         "a parameter of 0 leaves the previous request's value in the row",
         STATE,
-        "column[row] = getattr(params, name)",
-        "column[row] = getattr(params, name) or column[row]",
+        "column[row] = min(getattr(params, name), MOST_K)",
+        "column[row] = min(getattr(params, name), MOST_K) or column[row]",
         "tests/runner/test_sampler.py -k request_before",
     ),
     Fault(
