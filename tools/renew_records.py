@@ -35,6 +35,7 @@ RECORDS = {
         "busy-machine-16": "python tools/busy_machine.py --busy 0 1 4 12 --rounds 7 --record",
         "distillation": "python data/distill_tiny_gemma.py --record",
         "faults": "python tools/plant_faults.py --jobs 2 --record",
+        "large-model": "python -m minillm.course.lesson_99.large_model --json",
         "open-loop": "python -m minillm.course.lesson_99.knee --json",
         "quantization": "minillm eval --compare --device cpu --dtype float32 --json",
         "quantization-seeds": f"minillm eval --compare {GROUPS} --seeds 5 --device cpu --dtype float32 --json",

@@ -1,6 +1,6 @@
 """What a learner wrote, read from the saved notebooks next to the current one, and from the current one.  Lesson 99.
 
-    mine = earlier.written()
+    mine = earlier.written(globals())
     with minillm.using(**mine.parts) as used: ...
 
 Only a notebook's definitions are run: imports, functions, classes and CONSTANTS, and every simple assignment in an
@@ -30,6 +30,7 @@ from .submission import Names
 
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 RAISED = "it raised "  # begins what `checks` says of an exception
+LAST = "99"
 
 
 def definitions(cells: Sequence[str], name: str, exercises: Collection[int] = ()) -> tuple[Names, dict[str, str]]:
@@ -96,13 +97,18 @@ class Written:
         return self.plain | self.kernels
 
 
-def written(folder: Path | None = None) -> Written:
-    """Everything that the notebooks in `folder` (default: where this runs) contribute to one running engine."""
+def written(current: Names | None = None, folder: Path | None = None) -> Written:
+    """Everything that the notebooks in `folder` (default: where this runs) contribute to one running engine.
+
+    current: what lesson 99's notebook has defined so far. It counts, not what was saved, if an exercise is in it.
+    """
     folder = folder or Path.cwd()
     triton = has_triton()
     plain: dict[str, Callable] = {}
     kernels: dict[str, Callable] = {}
     whose, read = {}, dict[str, Notebook | None]()
+    if current is not None and any(name in current for part in PARTS if part.lesson == LAST for name in part.exercises):
+        read[LAST] = Notebook(current, {})
     for part in PARTS:
         if part.lesson not in read and (triton or not part.needs_triton):
             read[part.lesson] = _read(folder, part.lesson)
@@ -214,7 +220,7 @@ PARTS = (
     Part("tokenizer's merges", "01", ("bpe_merge",), lambda names: {"bpe_merge": names["bpe_merge"]}),
     Part("norm", "00", ("rms_norm",), lambda names: {"rms_norm": names["rms_norm"]}),
     Part("attention of prompts", "02", ("cached_attention",), _prefill),
-    Part("attention of decode steps", "99", ("batched_attention",), _decode),
+    Part("attention of decode steps", LAST, ("batched_attention",), _decode),
     Part("kernel of the activation", "03", ("geglu",), _gated_activation, needs_triton=True),
     Part("kernel of add and norm", "03", ("add_row_norm",), _add_rms_norm, needs_triton=True),
     Part(

@@ -53,7 +53,7 @@ def gaps(seconds: Sequence[float], marks: Mapping[str, float]) -> None:
     Gaps below SHORTEST_MS, of tokens that arrived together, are drawn there.
     """
     ms = [max(SHORTEST_MS, 1e3 * each) for each in seconds]
-    _, axis = plt.subplots(figsize=(10, 2.4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(10, 2.6), layout="constrained")
     edges = np.geomspace(min(ms) * 0.99, max(ms) * 1.01, 61)
     axis.hist(ms, bins=edges.tolist(), color=TOKEN)
     for (name, value), color in zip(marks.items(), ("black", OTHER, LONGEST, "dimgray"), strict=False):
@@ -61,7 +61,7 @@ def gaps(seconds: Sequence[float], marks: Mapping[str, float]) -> None:
         axis.axvline(max(SHORTEST_MS, 1e3 * value), color=color, ls=style, label=f"{name}: {1e3 * value:.1f} ms")
     plots.log_scale(axis, "x")
     axis.set(xlabel="milliseconds between two tokens", ylabel="gaps")
-    axis.legend(ncols=len(marks))
+    figure.legend(loc="outside upper center", ncols=len(marks), frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -1,6 +1,6 @@
 """Lesson 99: what a choice of precision means, in accuracy, memory, speed, and cost."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,12 @@ from minillm.bench import records
 from minillm.evaluate.accuracy import answers
 from minillm.evaluate.compare import Loss, paired_loss
 
+from . import under_load
+
 RECORD = "h200/quantization"  # speeds and sizes
 QUALITY = "cpu/quantization"
 PARTS = "h200/roofline-workloads"
+FEW, MANY = 1, 3000  # requests at once on the card
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,34 @@ def floors_ms(precisions: Mapping[str, Precision]) -> dict[str, tuple[float, flo
     return {name: (1e12 * size[name] / bytes_per_s, 1e3 / speed[name][1]) for name in precisions}
 
 
-def parts_table(workload: str) -> str:
-    """Where the time of a workload went, and the least each part needs: Gemma 2B in bf16 on an H200."""
-    row = next(each for each in records.read(PARTS)["results"] if each["workload"].startswith(workload))
-    steps, seconds = row["steps"], row["seconds"]
-    counted = f"{row['requests']:,} request{'s' if row['requests'] > 1 else ''}"
-    lines = [f"{counted}, {steps:,} steps; ms a step", f"{'':20}{'least':>8}{'took':>8}{'lost':>8}"]
-    for part, share in row["shares"].items():
-        took, least = 1e3 * share * seconds / steps, 1e3 * row["floor_seconds"].get(part, 0.0) / steps
-        lines.append(f"{part:<20}{least:8.2f}{took:8.2f}{took - least:8.2f}")
-    took, least = 1e3 * seconds / steps, 1e3 * sum(row["floor_seconds"].values()) / steps
-    return "\n".join([*lines, f"{'all':<20}{least:8.2f}{took:8.2f}{took - least:8.2f}"])
+def parts_table() -> str:
+    """Where the time of a step goes, and the least each part needs, with one request and with 3,000.
+
+    Of Gemma 2B's shape in bf16 on an H200.
+    """
+    rows = [_workload(name) for name in ("single", "chat")]
+    heads = [f"{row['requests']:,} request{'s' if row['requests'] > 1 else ''}" for row in rows]
+    lines = ["ms a step".ljust(18) + "".join(f"{head:^24}" for head in heads).rstrip()]
+    lines.append(" " * 18 + "".join(f"{name:>8}" for name in ("least", "took", "lost") * 2))
+    losses = [lost(row) for row in rows]
+    for part in losses[0]:
+        numbers = [number for found in losses for number in found[part]]
+        lines.append(f"{part:<18}" + "".join(f"{number:8.2f}" for number in numbers))
+    return "\n".join(lines)
+
+
+def _workload(name: str) -> dict[str, Any]:
+    """The row of a workload, named by the first letters of its name, in the record of `PARTS`."""
+    return next(each for each in records.read(PARTS)["results"] if each["workload"].startswith(name))
+
+
+def lost(row: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """{part: (least, took, lost)} in milliseconds a step; the last part is "all". row: of the record of `PARTS`."""
+    ms = 1e3 / row["steps"]
+    least = {part: ms * row["floor_seconds"].get(part, 0.0) for part in row["shares"]}
+    took = {part: ms * share * row["seconds"] for part, share in row["shares"].items()}
+    least["all"], took["all"] = ms * sum(row["floor_seconds"].values()), ms * row["seconds"]
+    return {part: (least[part], took[part], took[part] - least[part]) for part in took}
 
 
 def print_card(
@@ -104,30 +124,51 @@ def print_card(
     cost: Mapping[str, Mapping[int, float]],
 ) -> None:
     """kl: nats a token. size: GB. cost: dollars for a million output tokens."""
-    print("Right answers and KL: tiny-gemma. GB, tokens/s and $: Gemma 2B's shape on one NVIDIA H200, as recorded.")
-    few, many = min(next(iter(speed.values()))), max(next(iter(speed.values())))
-    print(f"{few:,} and {many:,}: requests at once. Tokens are output tokens.\n")
-    heads = f"{'right':>7}{'points lost (95%)':>23}{'KL':>8}{'GB':>6}{'tokens/s with':>18}{'$/million with':>19}"
-    print(f"{'':5}{heads}\n{'':49}{few:>9,}{many:>9,}{few:>10,}{many:>9,}")
+    rows = {}
     for name, (right, loss) in quality.items():
-        first = name == next(iter(quality))
-        lost = "-" if first else f"{loss.points:.2f} ({loss.low:.2f} to {loss.high:.2f})"
-        away = "-" if first else f"{kl[name]:.4f}"
-        print(
-            f"{name:5}{right:7.1%}{lost:>23}{away:>8}{size[name]:6.2f}{speed[name][few]:9,.0f}{speed[name][many]:9,.0f}"
-            f"{cost[name][few]:10.2f}{cost[name][many]:9.4f}"
-        )
+        rows[name] = [
+            f"{right:.1%}",
+            f"{loss.points:.2f} ({loss.low:.2f} to {loss.high:.2f})",
+            f"{kl[name]:.4f}",
+            f"{size[name]:.2f}",
+            *(f"{speed[name][count]:,.0f}" for count in (FEW, MANY)),
+            f"{cost[name][FEW]:.2f}",
+            f"{cost[name][MANY]:.4f}",
+        ]
+    _print(rows)
 
 
-def cheapest_table(cost: Mapping[str, Mapping[int, float]], choices: Mapping[int, str | None]) -> str:
-    """For each number of requests at once, dollars for a million output tokens, and the cheapest precision.
+def print_empty_card(precisions: Mapping[str, Precision]) -> None:
+    """The card before anything is known."""
+    _print({name: ["?"] * 8 for name in precisions})
 
-    choices: {requests at once: what the learner chose}.
-    """
-    lines = [f"{'at once':>7}" + "".join(f"{name:>9}" for name in cost)]
-    for count in sorted(next(iter(cost.values()))):
-        cheapest = min(cost, key=lambda name: cost[name][count])
-        prices = "".join(f"{cost[name][count]:9.{4 if count > 16 else 3}f}" for name in cost)
-        chosen = (f"; you chose {choices[count]}" if choices[count] else "; no prediction") if count in choices else ""
-        lines.append(f"{count:7,}{prices}  {cheapest} is cheapest{chosen}")
+
+def _print(rows: Mapping[str, Sequence[str]]) -> None:
+    print("Right answers and KL: tiny-gemma. GB, tokens/s and $: Gemma 2B's shape on one NVIDIA H200, as recorded.")
+    print(f"{FEW:,} and {MANY:,}: requests at once. Tokens are output tokens.\n")
+    heads = f"{'right':>7}{'points lost (95%)':>23}{'KL':>8}{'GB':>6}{'tokens/s with':>18}{'$/million with':>19}"
+    print(f"{'':5}{heads}\n{'':49}{FEW:>9,}{MANY:>9,}{FEW:>10,}{MANY:>9,}")
+    for name, cells in rows.items():
+        if name == next(iter(rows)):
+            cells = [cells[0], "-", "-", *cells[3:]]  # it is what the others lose against
+        widths = (7, 23, 8, 6, 9, 9, 10, 9)
+        print(f"{name:5}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+
+
+def cheapest(cost: Mapping[str, Mapping[int, float]], choices: Mapping[int, str | None]) -> str:
+    """For each number of requests at once: the cheapest precision, and what the learner chose."""
+    lines = []
+    for count, chosen in choices.items():
+        best = min(cost, key=lambda name: cost[name][count])
+        said = f"you chose {chosen}" if chosen else "no prediction"
+        lines.append(f"{count:,} request{'s' * (count > 1)} at once: {best} is cheapest; {said}")
     return "\n".join(lines)
+
+
+def measured_table(gigabytes: float, outcomes: Mapping[str, under_load.Outcome], dollars: float) -> str:
+    """The card's rows for what was measured on this machine. gigabytes: of weights; dollars: for an hour of it."""
+    columns = {
+        "GB": lambda _: f"{gigabytes:.2f}",
+        "$/million": lambda outcome: f"{dollars / 3600 / outcome.tokens_per_s * 1e6:.4f}",
+    }
+    return under_load.table(outcomes, columns)

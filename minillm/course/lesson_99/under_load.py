@@ -11,7 +11,8 @@ from minillm.errors import Unreachable
 from minillm.overrides import OverrideError
 
 Replacements = Mapping[str, Callable]  # `using`'s arguments
-ENGINE, YOURS, CONTROL = "the engine", "yours", "the engine's own norm, by `using`"
+ENGINE, YOURS, AGAIN = "the engine", "yours", "the engine, once more"
+CONTROL = "the engine's own norm, by `using`"
 SENT_AS_IDS = "bpe_merge"  # prompts of a load are token ids: nothing is tokenized
 
 
@@ -42,10 +43,19 @@ class Outcome:
         return 1e3 * statistics.median(run[wait][percentile] for run in self.runs)
 
 
-def alone(plain: Replacements, kernels: Replacements) -> dict[str, Replacements]:
-    """{name: replacements} with one of the parts each, for `send`. Without what a load does not call."""
-    found = {name: {name: part} for name, part in plain.items() if name != SENT_AS_IDS}
-    return found | {f"{name}, kernel": {name: part} for name, part in kernels.items()}
+def engines(device: str, plain: Replacements, kernels: Replacements) -> dict[str, Replacements]:
+    """{name: replacements} for `send`: none, all of a learner's parts, the control, each of the parts alone, and none.
+
+    plain, kernels: of `earlier.written()`; a kernel takes the place of a plain part. Parts that a load does not call
+    are left out. Without any part, only the engine is sent to.
+    """
+    alone = {name: {name: part} for name, part in plain.items() if name != SENT_AS_IDS}
+    alone |= {f"{name}, kernel": {name: part} for name, part in kernels.items()}
+    found: dict[str, Replacements] = {ENGINE: {}}
+    if alone:
+        together = {name: part for parts in alone.values() for name, part in parts.items()}
+        found |= {YOURS: together, **control(device), **alone, AGAIN: {}}
+    return found
 
 
 def control(device: str) -> dict[str, Replacements]:
@@ -72,12 +82,17 @@ def send(url: str, engines: Mapping[str, Replacements], *, rounds: int = 1, **lo
                 continue
             try:
                 with using(capturable=False, **parts) as used:
-                    outcome.runs += serve.run(url, quiet=True, **load)["results"]
+                    outcome.runs += serve.run(url, **(load | {"quiet": True}))["results"]
             except (serve.LoadError, OverrideError, Unreachable) as error:
                 outcome.problem = str(error).splitlines()[0]
             else:
                 outcome.calls = {part: calls + used.calls[part] for part, calls in outcome.calls.items()}
     return found
+
+
+def whole(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """Only those of the engine's own parts and of all of the learner's: the rows of the report card."""
+    return {name: outcomes[name] for name in (ENGINE, YOURS) if name in outcomes}
 
 
 def table(outcomes: Mapping[str, Outcome], more: Mapping[str, Callable[[Outcome], str]] | None = None) -> str:
@@ -89,7 +104,7 @@ def table(outcomes: Mapping[str, Outcome], more: Mapping[str, Callable[[Outcome]
         "ITL p50": lambda each: f"{each.ms('itl_s', 'p50'):.2f}",
         "ITL p99 (ms)": lambda each: f"{each.ms('itl_s', 'p99'):.2f}",
     }
-    width = max(map(len, outcomes))
+    width = max(map(len, outcomes)) + 1
     lines = [" " * width + "".join(f"{heading:>{len(heading) + 3}}" for heading in columns)]
     for name, outcome in outcomes.items():
         cells = (f"{value(outcome):>{len(heading) + 3}}" for heading, value in columns.items())
@@ -106,10 +121,9 @@ def ratios_table(outcomes: Mapping[str, Outcome], first: Outcome) -> str:
     for name, outcome in outcomes.items():
         if outcome.problem is not None:
             said = f"  {outcome.problem}"
-        elif outcome.idle:
-            said = "  did not run"
         else:
             said = f"{outcome.tokens_per_s / first.tokens_per_s:6.2f}{_runs(outcome, first)}"
+            said += f"   did not run: {', '.join(outcome.idle)}" if outcome.idle else ""
         lines.append(f"{name:{width}}{said}")
     return "\n".join(lines)
 

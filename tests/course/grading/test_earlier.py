@@ -38,7 +38,7 @@ def only_merges(monkeypatch):
 
 
 def whose(folder):
-    found = earlier.written(folder)
+    found = earlier.written(folder=folder)
     (label, text), *more = found.whose.items()
     assert label == "tokenizer's merges (lesson 01)" and not more
     return found, text
@@ -92,7 +92,7 @@ def test_without_triton_kernels_are_left_to_the_engine(tmp_path, monkeypatch):
         raise earlier.MissingPackage("no triton")
 
     monkeypatch.setattr(earlier.interpret, "triton_here", missing)
-    found = earlier.written(tmp_path)
+    found = earlier.written(folder=tmp_path)
     kernels = {text for what, text in found.whose.items() if what.startswith("kernel")}
     assert kernels == {"the engine's: triton does not run here"}
 
@@ -102,7 +102,7 @@ def test_the_quantizer_is_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(earlier, "PARTS", (part,))
     monkeypatch.setattr(earlier.interpret, "triton_here", lambda: "interpreted")
     notebook(tmp_path, "06_awq_and_gptq.ipynb", "def gptq(weight, factor, grid):\n    return 7")
-    found = earlier.written(tmp_path)
+    found = earlier.written(folder=tmp_path)
     assert found.parts == {} and found.quantizer["gptq"](None, None, None) == 7
 
 
@@ -189,7 +189,7 @@ def test_the_engine_supplies_what_was_skipped_of_a_policy(tmp_path, monkeypatch,
     monkeypatch.setattr(earlier.interpret, "triton_here", lambda: "interpreted")
     cells = [ORDER if order else ORDER_STUB, SHARE if share else SHARE_STUB]
     notebook(tmp_path, "10_inflight_batching.ipynb", IMPORTS, *cells)
-    found = earlier.written(tmp_path)
+    found = earlier.written(folder=tmp_path)
     assert list(found.whose.values()) == [
         "yours" if order else "the engine's: PatientShortest is not solved yet",
         "yours" if share else "the engine's: share_budget is not solved yet",
@@ -226,7 +226,7 @@ def test_the_attention_of_lesson_99_serves_and_a_kernel_takes_its_place(tmp_path
     monkeypatch.setattr(earlier, "PARTS", [kernel, *mine])
     monkeypatch.setattr(earlier.interpret, "triton_here", lambda: "interpreted")
     notebook(tmp_path, "99_serve_and_benchmark.ipynb", ATTENTION)
-    found = earlier.written(tmp_path)
+    found = earlier.written(folder=tmp_path)
     assert found.parts == {"decode_attention": max} == found.kernels
     with LLM(device="cpu", num_blocks=32, dtype="float64") as llm:
         prompts, greedy = (
@@ -237,3 +237,28 @@ def test_the_attention_of_lesson_99_serves_and_a_kernel_takes_its_place(tmp_path
         with using(**found.plain) as used:
             assert [each.token_ids for each in llm.generate(prompts, greedy)] == before
     assert used.calls["decode_attention"] > 0
+
+
+@pytest.mark.parametrize(
+    ("current", "whose"),
+    [
+        ("right", "yours"),  # the saved notebook has a stub
+        ("stub", "the engine's: batched_attention is not solved yet"),
+        ("other", "yours"),  # the section was skipped today: what was saved counts
+        (None, "yours"),
+    ],
+)
+def test_what_the_current_notebook_has_defined_counts_not_what_was_saved(tmp_path, monkeypatch, current, whose):
+    monkeypatch.setattr(earlier, "PARTS", [part for part in earlier.PARTS if part.lesson == "99"])
+    monkeypatch.setattr(earlier.interpret, "triton_here", lambda: "interpreted")
+    stub = "from minillm.course import NotSolvedYet\n\ndef batched_attention(*args):\n    raise NotSolvedYet('it')"
+    names = {"right": ATTENTION, "stub": stub, "other": "x = 1"}
+    notebook(tmp_path, "99_serve_and_benchmark.ipynb", stub if current == "right" else ATTENTION)
+    defined = None
+    if current is not None:
+        defined = {}
+        exec(names[current], defined)
+    found = earlier.written(defined, tmp_path)
+    assert list(found.whose.values()) == [whose]
+    if current == "right":
+        assert found.plain["decode_attention"].__closure__[0].cell_contents is defined

@@ -3,7 +3,7 @@
 import pytest
 
 from minillm.bench import records
-from minillm.course.lesson_99 import report_card
+from minillm.course.lesson_99 import report_card, under_load
 from minillm.course.lesson_99.report_card import PRECISIONS
 from minillm.evaluate.compare import Loss
 
@@ -38,12 +38,12 @@ def test_what_the_lesson_says_of_the_loads_in_between_holds():
     assert speeds["int4"][64] < speeds["bf16"][64] < speeds["fp8"][64]
 
 
-def test_the_cheapest_of_each_load_is_named_with_the_learners_choice():
+def test_the_cheapest_is_named_with_the_learners_choice():
     cost = {"bf16": {1: 2.0, 3000: 0.5}, "int4": {1: 1.0, 3000: 0.6}}
-    head, alone, many = report_card.cheapest_table(cost, {1: "fp8", 3000: None}).split("\n")
-    assert head.split() == ["at", "once", "bf16", "int4"]
-    assert alone == "      1    2.000    1.000  int4 is cheapest; you chose fp8"
-    assert many == "  3,000   0.5000   0.6000  bf16 is cheapest; no prediction"
+    assert report_card.cheapest(cost, {1: "fp8", 3000: None}).split("\n") == [
+        "1 request at once: int4 is cheapest; you chose fp8",
+        "3,000 requests at once: bf16 is cheapest; no prediction",
+    ]
 
 
 def test_losses_are_against_the_first(monkeypatch):
@@ -105,22 +105,33 @@ def test_the_distance_to_the_floor():
     assert ratios == sorted(ratios), "the fewer bytes, the farther from the floor"
 
 
-def lost(workload):
-    lines = report_card.parts_table(workload).splitlines()[2:]
-    return {line[:20].strip(): float(line.split()[-1]) for line in lines}
+def workload(name):
+    return next(each for each in records.read(report_card.PARTS)["results"] if each["workload"].startswith(name))
 
 
-def test_the_parts_of_a_step_add_up_to_it():
-    for workload in ("single", "chat"):
-        parts = lost(workload)
-        row = next(each for each in records.read(report_card.PARTS)["results"] if each["workload"].startswith(workload))
-        over = 1e3 * (row["seconds"] - sum(row["floor_seconds"].values())) / row["steps"]
-        assert sum(parts.values()) - parts["all"] == pytest.approx(parts["all"], abs=0.03)
-        assert parts["all"] == pytest.approx(over, abs=0.01)
+@pytest.mark.parametrize("name", ["single", "chat"])
+def test_the_parts_of_a_step_add_up_to_it(name):
+    row = workload(name)
+    *parts, (least, took, lost) = report_card.lost(row).values()
+    assert took == pytest.approx(1e3 * row["seconds"] / row["steps"]) and lost == pytest.approx(took - least)
+    for column, whole in enumerate((least, took, lost)):
+        assert sum(each[column] for each in parts) == pytest.approx(whole, rel=0.01)
+
+
+def test_the_table_of_parts_has_both_loads_side_by_side():
+    head, names, *lines = report_card.parts_table().splitlines()
+    assert head.split() == ["ms", "a", "step", "1", "request", "3,000", "requests"]
+    assert names.split() == ["least", "took", "lost"] * 2
+    alone, many = report_card.lost(workload("single")), report_card.lost(workload("chat"))
+    assert [line[:18].strip() for line in lines] == list(alone) == list(many)
+    for line in lines:
+        part = line[:18].strip()
+        assert line[18:].split() == [f"{number:.2f}" for number in (*alone[part], *many[part])]
 
 
 def test_what_the_lesson_says_of_the_parts_holds():
-    alone, many = lost("single"), lost("chat")
+    alone = {part: lost for part, (_, _, lost) in report_card.lost(workload("single")).items()}
+    many = {part: lost for part, (_, _, lost) in report_card.lost(workload("chat")).items()}
     assert max(alone, key=lambda name: alone[name] * (name != "all")) == "attention"
     assert alone["attention"] == pytest.approx(alone["all"] / 2, rel=0.1) and alone["head and sampling"] < 0
     order = sorted(many, key=many.__getitem__, reverse=True)
@@ -131,9 +142,40 @@ def test_the_card_has_a_line_for_each_precision(capsys):
     speeds = report_card.speeds(PRECISIONS)
     quality = {name: (0.5, Loss(1.0, -2.0, 4.0)) for name in PRECISIONS}
     kl = dict.fromkeys(PRECISIONS, 0.0125)
-    report_card.print_card(quality, kl, report_card.gigabytes(PRECISIONS), speeds, speeds)
+    report_card.print_card(
+        quality, kl, report_card.gigabytes(PRECISIONS), speeds, dict.fromkeys(PRECISIONS, {1: 0.5, 3000: 0.01})
+    )
     lines = capsys.readouterr().out.splitlines()
     assert "tiny-gemma" in lines[0] and "NVIDIA H200" in lines[0], "whose figures these are"
     assert [line.split()[0] for line in lines[5:]] == list(PRECISIONS)
     assert "1.00 (-2.00 to 4.00)  0.0125" in lines[6]
     assert "(" not in lines[5] and "0.0125" not in lines[5], "the first has lost nothing against itself"
+    fp8 = speeds["fp8"]
+    assert lines[6].split()[-4:] == [f"{fp8[1]:,.0f}", f"{fp8[3000]:,.0f}", "0.50", "0.0100"]
+
+
+def test_the_empty_card_has_the_same_shape_and_no_number(capsys):
+    report_card.print_empty_card(PRECISIONS)
+    empty = capsys.readouterr().out.splitlines()
+    one = dict.fromkeys(PRECISIONS, 1.0)
+    loads = {name: {1: 1.0, 3000: 1.0} for name in PRECISIONS}
+    report_card.print_card({name: (1.0, Loss(0, 0, 0)) for name in PRECISIONS}, one, one, loads, loads)
+    full = capsys.readouterr().out.splitlines()
+    assert empty[:5] == full[:5] and [len(line) for line in empty] == [len(line) for line in full]
+    assert [line.split() for line in empty[5:]] == [
+        ["bf16", "?", "-", "-", *["?"] * 5],
+        ["fp8", *["?"] * 8],
+        ["int4", *["?"] * 8],
+    ]
+
+
+def test_what_was_measured_here_has_a_price_of_its_own():
+    waits = {"ttft_s": {"p50": 0.25}, "itl_s": {"p50": 0.5, "p99": 0.75}}
+    outcomes = {
+        "the engine": under_load.Outcome([{"output_tokens_per_s": 1000.0, **waits}]),
+        "yours": under_load.Outcome(problem="2 of 2 requests failed"),
+    }
+    head, engine, yours = report_card.measured_table(0.022, outcomes, dollars=0.36).splitlines()
+    assert head.split()[:3] == ["GB", "$/million", "tokens/s"]
+    assert engine.split() == ["the", "engine", "0.02", "0.1000", "1,000", "250.0", "500.00", "750.00"]
+    assert yours.split() == ["yours", "2", "of", "2", "requests", "failed"]

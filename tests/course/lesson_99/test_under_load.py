@@ -9,7 +9,7 @@ from minillm.kv_cache import BlockPool
 from minillm.ops import reference
 from minillm.server import running
 
-LOAD = {"workload": "chat", "scale": 32, "concurrency": 2, "requests": 4, "warmup": 2}
+LOAD = {"workload": "chat", "scale": 32, "concurrency": 2, "requests": 4, "warmup": 2, "quiet": False}
 
 
 def run(speed, ttft=0.25, itl=0.5, p99=0.75):
@@ -76,13 +76,29 @@ def test_engines_take_turns_and_a_failed_one_is_not_asked_again(monkeypatch):
     assert [each["output_tokens_per_s"] for each in found["a"].runs] == [1, 4, 6] and found["a"].tokens_per_s == 4
 
 
-def test_every_part_is_sent_alone_but_the_tokenizers():
+def test_all_parts_are_sent_together_and_alone_but_the_tokenizers():
     plain, kernels = dict.fromkeys(("bpe_merge", "rms_norm", "decode_attention"), norm), {"decode_attention": broken}
-    assert under_load.alone(plain, kernels) == {
+    found = under_load.engines("cpu", plain, kernels)
+    assert list(found.pop(under_load.CONTROL)) == ["rms_norm"]
+    assert found == {
+        "the engine": {},
+        "yours": {"rms_norm": norm, "decode_attention": broken},
         "rms_norm": {"rms_norm": norm},
         "decode_attention": {"decode_attention": norm},
         "decode_attention, kernel": {"decode_attention": broken},
+        "the engine, once more": {},
     }
+    assert list(found)[-1] == under_load.AGAIN, "what has changed meanwhile shows there"
+
+
+def test_without_a_part_that_a_load_calls_only_the_engine_is_sent_to():
+    assert under_load.engines("cpu", {}, {}) == under_load.engines("cpu", {"bpe_merge": norm}, {}) == {"the engine": {}}
+
+
+def test_the_cards_rows_are_those_of_whole_engines():
+    outcomes = {name: Outcome([run(1)]) for name in (under_load.YOURS, "rms_norm", under_load.CONTROL, "the engine")}
+    assert list(under_load.whole(outcomes)) == ["the engine", "yours"]
+    assert under_load.whole({"rms_norm": Outcome()}) == {}
 
 
 def test_the_control_is_the_engines_own_even_while_another_norm_is_in_place():
@@ -111,12 +127,13 @@ def test_ratios_are_of_medians_with_those_of_each_round():
     engine = Outcome([run(100), run(200), run(300)])
     found = {
         "slower": Outcome([run(90), run(100), run(150)], {"rms_norm": 7}),
-        "never": Outcome([run(100)] * 3, {"policy": 0}),
+        "never": Outcome([run(200)] * 3, {"policy": 0, "rms_norm": 1}),
         "failed": Outcome(problem="4 of 4 failed"),
     }
     _, slower, never, failed = under_load.ratios_table(found, engine).splitlines()
     assert slower.split() == ["slower", "0.50", "rounds", "0.50", "to", "0.90"]
-    assert never.split() == ["never", "did", "not", "run"] and failed.split()[1:] == ["4", "of", "4", "failed"]
+    assert never.split() == ["never", "1.00", "rounds", "0.67", "to", "2.00", "did", "not", "run:", "policy"]
+    assert failed.split()[1:] == ["4", "of", "4", "failed"]
     single = under_load.ratios_table({"one": Outcome([run(50)])}, Outcome([run(100)])).splitlines()[1]
     assert single.split() == ["one", "0.50"], "one round has no range"
     assert "4 of 4" in under_load.ratios_table(found, found["failed"])
