@@ -1,5 +1,8 @@
 """Fixtures shared by the exercise tests."""
 
+import functools
+from pathlib import Path
+
 import pytest
 
 from minillm.course.grading import earlier
@@ -14,7 +17,12 @@ def defined():
     """
 
     def define(source, kind: str) -> dict:
-        cells = [cell.source for cell in lesson.convert(source, kind).cells if cell.cell_type == "code"]
-        return earlier.definitions(cells, source.stem)[0]
+        return earlier.definitions(code_cells(source, kind), source.stem)[0]
 
     return define
+
+
+@functools.cache
+def code_cells(source: Path, kind: str) -> list[str]:
+    """A lesson has several exercises: its cells are read once."""
+    return [cell.source for cell in lesson.convert(source, kind).cells if cell.cell_type == "code"]

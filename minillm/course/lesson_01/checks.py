@@ -1,5 +1,6 @@
 """Lesson 01: merging, learning merges."""
 
+import functools
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -70,10 +71,15 @@ def _(fn):
     hint="which number is larger than any rank? Gemma has hundreds of thousands of merges",
 )
 def _(fn):
-    many = {("x", str(rank)): rank for rank in range(300_000)}
-    many |= {("a", "b"): len(many), ("b", "c"): len(many) + 1}
+    many = _many_ranks().copy()
     same(fn(list("abc"), many), ["ab", "c"])
     same(fn(list("yaby"), many), ["y", "ab", "y"])
+
+
+@functools.cache
+def _many_ranks() -> dict[tuple[str, str], int]:
+    many = {("x", str(rank)): rank for rank in range(300_000)}
+    return many | {("a", "b"): len(many), ("b", "c"): len(many) + 1}
 
 
 @bpe_merge.property(

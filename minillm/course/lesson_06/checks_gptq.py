@@ -1,5 +1,6 @@
 """One weight fixed and the others adjusted; GPTQ.  Lesson 06."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -194,10 +195,17 @@ def large(out: int, inputs: int, seed: int) -> Tensor:
     return 2 * drawn(out, inputs, seed=seed)
 
 
+@functools.cache
+def _right_codes(inputs: int, size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """weight, factor, and the codes on a grid of whole numbers."""
+    weight, factor = large(4, inputs, seed), factor_of(inputs, seed)
+    return weight, factor, by_definition(weight, factor, Whole(size))[0]
+
+
 def _agrees(solution: Callable, inputs: int, size: int, seed: int = 0) -> str:
     """What is wrong with the codes on a grid of whole numbers, or nothing."""
-    weight, factor = large(4, inputs, seed), factor_of(inputs, seed)
-    codes, wanted = rounded(solution, weight, factor, Whole(size))[0], by_definition(weight, factor, Whole(size))[0]
+    weight, factor, wanted = _right_codes(inputs, size, seed)
+    codes = rounded(solution, weight, factor, Whole(size))[0]
     if codes.equal(wanted.double()):
         return ""
     wrong = codes != wanted

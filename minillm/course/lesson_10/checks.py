@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..shared.checks import Exercise, assert_int
 
-SECONDS = 5  # of CPU time for one property: correct solutions take milliseconds
+SECONDS = 2  # of CPU time for one property: correct solutions take milliseconds
 
 # ---- how long requests take in a few rows
 

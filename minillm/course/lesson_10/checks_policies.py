@@ -9,7 +9,7 @@ from minillm.scheduler.policies import FirstComeFirstServed
 
 from ..shared.checks import Exercise
 
-SECONDS = 5  # of CPU time for one property: correct solutions take milliseconds
+SECONDS = 2  # of CPU time for one property: correct solutions take milliseconds
 
 # ---- sharing a step's budget
 
