@@ -94,12 +94,12 @@ def _weigh(
 
 
 @triton.jit
-def _between(low, high, by_value, SHIFT: tl.constexpr, WAYS: tl.constexpr):
-    """Keys from `low` to `high`, of which `low` is the first, evenly spaced by value or by key."""
+def _between(low, high, bottom, by_value, SHIFT: tl.constexpr, WAYS: tl.constexpr):
+    """Keys from `low` to `high`, of which `low` is the first, evenly spaced by key or, from `bottom` on, by value."""
     ways = tl.arange(0, WAYS)
     keys = tl.minimum(low + ways * tl.maximum((high - low + WAYS - 1) // WAYS, 1), high)
-    smallest, largest = _value(low, SHIFT), _value(high - 1, SHIFT)
-    if by_value & (smallest > float("-inf")):
+    smallest, largest = tl.maximum(_value(low, SHIFT), bottom), _value(high - 1, SHIFT)
+    if by_value & (smallest < largest):
         values = smallest + (largest - smallest) * (ways.to(tl.float32) / WAYS)
         keys = tl.where(ways > 0, tl.maximum(_key(values, SHIFT).to(tl.int64), low), low)
     return keys
@@ -125,33 +125,37 @@ def _narrowed(keys, found, goal, low, high, over):
 
 @triton.jit
 def _search(
-    row_ptr, maximum_ptr, least, top, rate, goal, share, VOCAB, CHUNKS, MASS: tl.constexpr,
+    row_ptr, maximum_ptr, least, bottom, top, rate, goal, tail, VOCAB, CHUNKS, MASS: tl.constexpr,
     SHIFT: tl.constexpr, WAYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The largest limit that logits reach whose weights sum to `goal`; and the sum of those above it.
 
-    It is not below `least`: that, if rounding keeps all of them from reaching the goal. share: what part the goal is of
-    all logits from `least` on.
+    It is not below `least`: that, if rounding keeps all of them from reaching the goal. bottom: a finite number that it
+    is hardly below. tail: with MASS, the weight of what is left out. A few rare logits may weigh much, and a sample may
+    lack them; what is left out is most of the vocabulary, and a sample has its share of it.
     """
     low, high = _key_from(least, SHIFT).to(tl.int64), _key(top, SHIFT).to(tl.int64) + 1
     over = tl.full((), 0.0, tl.float32)
-    passes, near, unit = 0, top, (top - least) / 2048
-    sampled = MASS and CHUNKS >= 16
+    passes, near, unit = 0, bottom, 0.0
+    sampled = (CHUNKS >= 16) & (MASS or goal > CHUNKS)
     if sampled:
         stride = CHUNKS // 4
         begin, nearest, beyond, part = stride // 2, low, high, goal
+        size = 4.0 * CHUNK / VOCAB
         for _ in range(4):
-            keys = _between(nearest, beyond, True, SHIFT, WAYS)
+            keys = _between(nearest, beyond, bottom, True, SHIFT, WAYS)
             found = _weigh(
                 row_ptr, maximum_ptr, _value(keys, SHIFT), top, rate, begin, begin + 1, stride, VOCAB, CHUNKS, MASS,
                 WAYS, CHUNK,
             )  # fmt: skip
-            part = tl.where(nearest == low, share * tl.max(found, 0), part)
+            if nearest == low:
+                part = tl.max(found, 0) - tail * size if MASS else goal * size
             nearest, beyond, _over = _narrowed(keys, found, part, nearest, beyond, over)
-        near = _value(nearest, SHIFT)
+        near = tl.maximum(_value(nearest, SHIFT), bottom)
+        unit = tl.abs(near) / 256 + (0.003 / rate if MASS else (top - bottom) / 512)
     while high - low > 1:
-        keys = _between(low, high, passes < BY_VALUE, SHIFT, WAYS)
-        if sampled and passes == 0:
+        keys = _between(low, high, bottom, passes < BY_VALUE, SHIFT, WAYS)
+        if sampled & (passes == 0):
             keys = _around(near, unit, low, high, SHIFT, WAYS)
         found = _weigh(
             row_ptr, maximum_ptr, _value(keys, SHIFT), top, rate, 0, CHUNKS, 1, VOCAB, CHUNKS, MASS, WAYS, CHUNK
@@ -236,9 +240,12 @@ def choose_truncated(
         if top_k <= CHUNKS:  # so many chunks have a maximum: the limit is not below the least of these
             ranked = tl.sort(maxima, descending=True)
             limit = tl.maximum(limit, tl.sum(tl.where(chunks == top_k - 1, ranked, 0.0), 0))
+        lowest = tl.min(tl.where(chunks < CHUNKS, maxima, top), 0)
+        bottom = tl.maximum(tl.maximum(limit, top - 4 * (top - lowest)), -3e38)
         limit, over = _search(
-            row_ptr, maximum_ptr, limit, top, rate, top_k.to(tl.float32), 1.0, VOCAB, CHUNKS, False, SHIFT, 4, CHUNK
-        )
+            row_ptr, maximum_ptr, limit, bottom, top, rate, top_k.to(tl.float32), 0.0, VOCAB, CHUNKS, False, SHIFT, 4,
+            CHUNK,
+        )  # fmt: skip
         equals = top_k.to(tl.int32) - over.to(tl.int32)
         above = _value(_key(limit, SHIFT) + 1, SHIFT)
         found = _weigh(
@@ -248,11 +255,11 @@ def choose_truncated(
         total = tl.minimum(tl.min(found, 0) + equals * tl.exp2((limit - top) * rate), tl.max(found, 0))
     if top_p < 1:
         # What is below this weighs less than 1 - top_p, even if it is the whole vocabulary.
-        least = top + temperature * tl.log((1.0 - top_p) * total / VOCAB)
+        tail = (1.0 - top_p) * total
+        least = tl.maximum(limit, top + temperature * tl.log(tail / VOCAB))
         nearer, over = _search(
-            row_ptr, maximum_ptr, tl.maximum(limit, least), top, rate, top_p * total, top_p, VOCAB, CHUNKS, True,
-            SHIFT, 8, CHUNK,
-        )  # fmt: skip
+            row_ptr, maximum_ptr, least, least, top, rate, top_p * total, tail, VOCAB, CHUNKS, True, SHIFT, 8, CHUNK
+        )
         weight = tl.exp2((nearer - top) * rate)
         needed = tl.maximum(tl.ceil((top_p * total - over) / weight), 1.0)
         needed = tl.minimum(needed, VOCAB * 1.0).to(tl.int32)

@@ -68,6 +68,7 @@ RECORDS = {
         "--batch 1 --batch 8 --batch 64 --batch 256 --batch 512 --prompt 400 --prompt 2048 --json",
         "roofline-workloads": f"minillm bench roofline {GEMMA} --max-num-seqs 3000 --max-model-len 2816 "
         f"{WORKLOADS} --json",
+        "sampled-speed": "python tools/sampled_speed.py --record",
         "serving": f"python tools/serving_speed.py {GEMMA} --record",
         "splits": "python tools/kernel_splits.py --record",
         "start": "python tools/start.py --record",

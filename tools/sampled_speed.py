@@ -1,0 +1,99 @@
+"""Measure how fast sampled traffic runs with each kind of option, as a share of plain temperature's; needs a GPU.
+
+    python tools/sampled_speed.py --record sampled-speed
+
+Offline, with Gemma 2B's shape in bfloat16 and random weights: the likeliest token is nearly always the one before, and
+all others are about equally likely, which is the worst case for a search of the vocabulary. The kinds alternate, in
+RUNS runs after one that is not counted; a share is of the medians. Rows named "sample" are the kernels alone, on
+logits of a normal distribution ("flat"), or with a few that are far above it ("peaked").
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minillm import LLM, SamplingParams  # noqa: E402
+from minillm.bench import records  # noqa: E402
+from minillm.ops import triton as kernels  # noqa: E402
+from minillm.ops.signatures import Truncation  # noqa: E402
+
+REQUESTS, INPUT, OUTPUT, RUNS = 1024, 128, 128, 3
+KINDS = {
+    "temperature": {},
+    "greedy": {"temperature": 0},
+    "top_p 0.95": {"top_p": 0.95},
+    "top_k 50": {"top_k": 50},
+    "min_p 0.05": {"min_p": 0.05},
+    "presence_penalty 0.5": {"presence_penalty": 0.5},
+    "logprobs 5": {"logprobs": 5},
+}
+VOCAB = 256_000
+
+
+def generated() -> Iterator[dict]:
+    """A row for each kind of sampling: tokens per second, and the share of plain temperature's."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(10, VOCAB - 1000, INPUT).tolist() for _ in range(REQUESTS)]
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with LLM("gemma-2b", load_format="dummy", dtype="bfloat16", max_num_seqs=1024, enable_prefix_caching=False) as llm:
+        for _ in range(RUNS + 1):
+            for kind, options in KINDS.items():
+                params = SamplingParams(**({"temperature": 1.0} | options), max_tokens=OUTPUT, ignore_eos=True)
+                begun = time.perf_counter()
+                llm.generate(prompts, params)
+                found[kind].append(REQUESTS * OUTPUT / (time.perf_counter() - begun))
+    medians = {kind: statistics.median(rates[1:]) for kind, rates in found.items()}
+    for kind, rate in medians.items():
+        yield {
+            "workload": "generate", "kind": kind, "requests": REQUESTS, "input_len": INPUT, "output_len": OUTPUT,
+            "output_tokens_per_s": rate, "share": rate / medians["temperature"], "runs": found[kind][1:],
+        }  # fmt: skip
+
+
+def sampled() -> Iterator[dict]:
+    """A row for each kind of truncation, number of rows and kind of logits: milliseconds of the kernels."""
+    for name in ("flat", "peaked"):
+        for rows in (1, 64, 512):
+            logits = torch.randn(rows, VOCAB, device="cuda")
+            if name == "peaked":
+                logits = 1.5 * logits + 12 * (torch.rand_like(logits) < 2e-5)
+            logits = logits.bfloat16()
+            ones, uniform = torch.ones(rows, device="cuda"), torch.rand(rows, device="cuda")
+            options = {
+                "temperature": None,
+                "top_p 0.95": Truncation(ones * 0, (ones * 0).int(), ones * 0.95),
+                "top_k 50": Truncation(ones * 0, (ones * 50).int(), ones),
+                "min_p 0.05": Truncation(ones * 0.05, (ones * 0).int(), ones),
+            }
+            for kind, truncation in options.items():
+                ms = triton.testing.do_bench_cudagraph(
+                    lambda: kernels.sample(logits, ones, uniform, truncation),  # noqa: B023
+                    rep=30,
+                )
+                yield {"workload": "sample", "logits": name, "kind": kind, "rows": rows, "vocab": VOCAB, "ms": ms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", help="write a record of this name")
+    arguments = parser.parse_args()
+    begun, results = records.begin(arguments.record), []
+    for row in (*sampled(), *generated()):
+        results.append(row)
+        print(json.dumps({key: value for key, value in row.items() if key != "runs"}), flush=True)
+    if arguments.record:
+        records.write(records.record(results, begun), arguments.record)
+
+
+if __name__ == "__main__":
+    main()
