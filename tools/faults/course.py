@@ -3,6 +3,7 @@
 from . import Fault
 
 CHECKS, LESSON = "minillm/course/shared/checks.py", "minillm/course/making/lesson.py"
+DIFFERENCES = "minillm/course/shared/differences.py"
 JUDGE = "minillm/course/grading/judge.py"
 UNDER_LOAD = "minillm/course/lesson_99/under_load.py"
 HELD_OUT, HELD_OUT_TESTS = "minillm/course/shared/held_out.py", "tests/course/shared/test_held_out.py"
@@ -30,6 +31,55 @@ FAULTS = (
         "lines[-1]",
         "lines[0]",
         "tests/course/shared/test_checks.py -k reported_with_its_line",
+    ),
+    Fault(
+        "every failure is explained, not the first alone",
+        CHECKS,
+        "if result is first:",
+        "if result.problem:",
+        "tests/course/shared/test_checks.py -k only_the_first_is_explained",
+    ),
+    Fault(
+        "an error inside a static method has no line",
+        CHECKS,
+        'getattr(part, "fget", None) or getattr(part, "__func__", None) or part',
+        'getattr(part, "fget", None) or part',
+        "tests/course/shared/test_checks.py -k inside_a_class",
+    ),
+    Fault(
+        "a float passes for a count",
+        CHECKS,
+        "isinstance(found, Integral)",
+        "isinstance(found, (Integral, float))",
+        "tests/course/shared/test_checks.py -k another_type",
+    ),
+    Fault(
+        "a message shows the first difference, not the largest",
+        DIFFERENCES,
+        "torch.unravel_index(far.argmax(), far.shape)",
+        "torch.unravel_index(off.int().argmax(), far.shape)",
+        "tests/course/shared/test_differences.py",
+    ),
+    Fault(
+        "two numbers that differ look the same",
+        DIFFERENCES,
+        "        digits += 1\n",
+        "        break\n",
+        "tests/course/shared/test_differences.py",
+    ),
+    Fault(
+        "NaN is near every number",
+        DIFFERENCES,
+        ".abs().nan_to_num(nan=torch.inf, posinf=torch.inf)",
+        ".abs().nan_to_num(nan=0.0, posinf=torch.inf)",
+        "tests/course/shared/test_differences.py",
+    ),
+    Fault(
+        "a tie is not explained",
+        "minillm/course/lesson_07/checks.py",
+        "== 0.5).all()",
+        "== 0.25).all()",
+        "tests/course/test_messages.py",
     ),
     Fault(
         "the stub of a method names only its class",
