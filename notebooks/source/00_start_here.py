@@ -123,9 +123,9 @@ describe("A bar for each of the eight most likely next tokens, the most likely f
 #
 # Now it is your turn. An exercise is a function whose body is missing: it raises `NotSolvedYet` where your code
 # belongs. Replace that line, run the cell, and run the cell below it. `check` then runs your function on small cases
-# and prints one line per property that every correct solution has, with a hint for each that yours lacks. You can skip
-# any exercise: the engine then uses its own implementation, and the lesson goes on. If a wrong version breaks a later
-# cell, put the `raise NotSolvedYet` line back.
+# and prints one line per property that every correct solution has, with a hint for the first that yours lacks. You can
+# skip any exercise: the engine then uses its own implementation, and the lesson goes on. If a wrong version breaks a
+# later cell, put the `raise NotSolvedYet` line back.
 #
 # **Exercise 1 (10 minutes).** Write the loop. `model` is any function like `next_token`: token ids in, the most likely
 # next tokens out. Always choose the most likely one; this is called *greedy* decoding. `end` is the id of the end

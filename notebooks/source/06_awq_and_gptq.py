@@ -5,8 +5,8 @@
 # quality; use one formula for the error to choose AWQ's scales and to derive GPTQ's compensation; write both, and
 # quantize a whole model with them inside the engine; and choose calibration data, and notice when it misleads you.
 #
-# **103 minutes.** **Needs:** a CPU, and lesson 05 (scales, groups, rounding to nearest). You should know what the
-# inverse of a matrix is.
+# **103 minutes. Needs:** a CPU, and lesson 05 (scales, groups, rounding to nearest). You should know what the inverse
+# of a matrix is.
 
 # %%
 import tempfile
@@ -276,8 +276,8 @@ for s in (1, 2, 4, 8, 16, 64):
 # has scales of its own, and the `/ s` before it undoes them:
 #
 # ```
-# norm / s -> qkv * s     -> attention: sums of values (rows of v / s) -> attention_out * s
-# norm / s -> gate_up * s -> gate times up (rows of up / s)            -> down * s
+# norm / s -> qkv * s     -> attention: sums of values (rows of v / s) -> attention_out * s norm / s -> gate_up * s ->
+# gate times up (rows of up / s)            -> down * s
 # ```
 #
 # There is a catch: query heads that share a value head need the same scales, so not every $s$ can be folded, and norms
@@ -618,7 +618,7 @@ gains.report(["int4 g128, head int8", "int4 g128 act-order (gptq), head int8"])
 # %% [markdown]
 # What it removes of plain GPTQ's KL is within the noise. And it makes every step slower, because the inputs of each
 # product must be brought into the order of the groups first. With one request, this engine has no fused step for it,
-# and it is slower than bfloat16. That is the reason to leave it out.
+# and it is slower than bfloat16. Here, that is a reason to leave it out; section 7 has a model on which it gains more.
 #
 # ## 6 · Calibration data · 5 min
 #
@@ -739,15 +739,16 @@ print(f"{used.calls['gptq']} calls; GPTQ is {whose(gptq)}")
 #
 # ### A model that people use
 #
-# The record of SmolLM2-135M from lesson 05, with groups of 64 unless the name says otherwise:
+# The record of SmolLM2-135M from lesson 05, calibrated on other pages of the project, with groups of 64 unless the name
+# says otherwise:
 
 # %%
 real_model.report(["int4", "awq", "gptq", "gptq-actorder", "int4-g32", "awq-g32", "gptq-g32"])
 
 # %% [markdown]
-# On `tiny-gemma` as it is, GPTQ was ahead. Here AWQ is, removing two thirds of the KL of rounding to nearest where GPTQ
-# removes half. Act-order, within the noise before, makes up most of that difference. And both methods are worth much
-# more than smaller groups, which cost a quarter of a bit.
+# On `tiny-gemma`, GPTQ is ahead. Here AWQ is, removing two thirds of the KL of rounding to nearest where GPTQ removes
+# half: this model has outliers (lesson 07). Act-order closes most of that gap. And both methods are worth much more
+# than smaller groups alone.
 #
 # ## Recap · 3 min
 #

@@ -6,8 +6,8 @@
 # round to FP8 bit by bit; and say when W8A8, FP8 or W4A8 is the right choice. Everything that you write runs inside the
 # engine.
 #
-# **101 minutes.** **Needs:** a CPU, and lessons 05 (codes, scales, KL divergence) and 06 (folding scales into the
-# operation before). All models here are `tiny-gemma`; speeds of a GPU come from a committed record.
+# **102 minutes. Needs:** a CPU, and lessons 05 (codes, scales, KL divergence) and 06 (folding scales into the operation
+# before). All models that run here are `tiny-gemma`; committed records have a GPU's speeds and a larger model.
 
 # %%
 import math
@@ -98,8 +98,8 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 # (Why 127.5 and not 127? A largest value that is positive is then half a step beyond the last code, an error that any
 # value may have, and in return all steps are a little smaller. Lesson 05's symmetric groups do the same with 7.5.)
 #
-# By hand, for the token `1.2, -0.5, 2.55` and an output with the weights `1, -2, 0.5`, stored as the codes
-# `10, -20, 5` and the scale 0.1:
+# By hand, for the token `1.2, -0.5, 2.55` and an output with the weights `1, -2, 0.5`, stored as the codes `10, -20, 5`
+# and the scale 0.1:
 #
 # 1. The largest magnitude is 2.55, so $a = 2.55 / 127.5 = 0.02$.
 # 2. The codes of the token are 60, -25, and 127.5, which is clamped to 127.
@@ -546,8 +546,8 @@ describe("""Five bytes with sign, exponent and mantissa in colors: 0 0101 010 is
 
 # %% [markdown]
 # Now the other direction. Which byte is nearest to 0.3? The power of 2 below it is $2^{-2} = 0.25$, so $E = 5$. From
-# 0.25 to 0.5 there are 8 steps of $0.25 / 8 = 0.03125$. And $0.3 / 0.03125 = 9.6$, so the nearest number is
-# $10 \cdot 0.03125 = 0.3125$. Since 0.25 is 8 of these steps, $M = 10 - 8 = 2$: the first byte above.
+# 0.25 to 0.5 there are 8 steps of $0.25 / 8 = 0.03125$. And $0.3 / 0.03125 = 9.6$, so the nearest number is $10 \cdot
+# 0.03125 = 0.3125$. Since 0.25 is 8 of these steps, $M = 10 - 8 = 2$: the first byte above.
 #
 # In general, for $x \ne 0$:
 #
@@ -663,7 +663,7 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=f
 # | Ada, Hopper (L4, RTX 40, H100, H200) | yes | yes | no |
 # | Blackwell (B200, RTX 50) | yes | yes | yes |
 #
-# ## 7 · W4A8, and what to choose · 10 min
+# ## 7 · W4A8, and what to choose · 11 min
 #
 # Small batches need few bytes: int4 weights. Large batches need fast arithmetic: factors of eight bits. **W4A8** has
 # both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
@@ -700,19 +700,22 @@ llm.close()
 #
 # ### A model that people use
 #
-# Nobody planted the outliers of SmolLM2-135M (the record of lesson 05). `w8a8` is int8 with dynamic scales:
+# Nobody planted the outliers of SmolLM2-135M (the record of lesson 05): in some layers, a few tokens have inputs of
+# `down` that are far larger than those of all others. `w8a8` is int8 with dynamic scales:
 
 # %%
 names = ["int8", "w8a8", "smoothquant", "w8a8-rotate", "fp8", "w8a8-static"]
 real_model.report([*names, "smoothquant-static", "fp8-static", "awq", "w4a8"])
 
 # %% [markdown]
-# Everything is here. Activations in int8 lose nine times what the weights alone do, and static scales ruin the model.
-# SmoothQuant and rotation undo most of the dynamic loss. FP8 hardly notices that its scales are static, but rotated
-# int8 loses a fifth of what it does. And W4A8 loses little more than AWQ, whose weights it has.
+# Quantizing activations to int8 as well costs nine times as much as quantizing only the weights. Static scales cost
+# int8 28 times as much again and ruin the model, even smoothed; they cost FP8 a quarter more. SmoothQuant and rotation
+# undo most of the loss with dynamic scales, and then int8 loses *less* than FP8: rotated, a fifth. W4A8, which uses
+# AWQ's weights, loses only slightly more than AWQ.
 #
-# What could W4A8 gain? Compute floors for Gemma 2B, as in lesson 05: a step takes at least the time to read all weights
-# at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's products of 2,048 rows.
+# What could W4A8 gain? The next cell computes floors for Gemma 2B, as in lesson 05: a step takes at least the time to
+# read all weights at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's
+# products of 2,048 rows.
 
 # %%
 gemma = SHAPES["Gemma 2B"]
@@ -756,21 +759,22 @@ FORMATS = [
 gains.report(FORMATS)
 
 # %% [markdown]
-# With 3,000 requests, products of eight bits are faster and weight-only int4 hardly is; with one, int4 is fastest. FP8
-# is faster than bfloat16 in every column: it reads half the bytes and multiplies twice as fast. Heads have 16 bits
-# unless the name says otherwise. W4A8 has no kernel here.
+# With 3,000 requests, products of eight bits are faster and weight-only int4 hardly is; with one, int4 is fastest. Both
+# eight-bit formats are faster than bfloat16 in every column: they read half the bytes and multiply up to twice as fast.
+# Heads have 16 bits unless the name says otherwise. W4A8 has no kernel here.
 #
 # ### What to choose
 #
 # | your case | try first | because |
 # |---|---|---|
-# | many requests or long prompts, a GPU with FP8 | FP8 | fast arithmetic, and outliers do no harm |
+# | many requests or long prompts, a GPU with FP8 | FP8 | fast arithmetic, and no care for outliers |
 # | the same, a GPU with int8 but not FP8 | int8 with SmoothQuant, or rotated | outliers must go first |
 # | few requests, or little memory | int4, lesson 06 | fewest bytes |
 # | both | W4A8 | few bytes and fast arithmetic, if there is a fast kernel |
 #
-# The engine has all of these formats: `minillm quantize --method smoothquant`, `fp8` or `w4a8`, with `--static` for
-# static scales and `--rotate` for rotation. Only the fast kernel for W4A8 is missing.
+# Where quality counts more than simplicity, compare FP8 with smoothed or rotated int8, as on SmolLM2. The engine has
+# all of these formats: `minillm quantize --method smoothquant`, `fp8` or `w4a8`, with `--static` for static scales and
+# `--rotate` for rotation. Only the fast kernel for W4A8 is missing.
 #
 # ## Recap · 2 min
 #
@@ -794,5 +798,4 @@ gains.report(FORMATS)
 # Large Language Models* (outlier tokens); Yao et al. 2022, *ZeroQuant* (a scale for each token); Xiao et al. 2022,
 # *SmoothQuant*; Ashkboos et al. 2024, *QuaRot*; Liu et al. 2024, *SpinQuant* (learned rotations); Micikevicius et al.
 # 2022, *FP8 Formats for Deep Learning*; Kuzmin et al. 2022, *FP8 Quantization: The Power of the Exponent*; Lin et al.
-# 2024, *QServe* (W4A8 with int8). Next: lesson 08, quantizing the cache
-# and choosing.
+# 2024, *QServe* (W4A8 with int8). Next: lesson 08, quantizing the cache and choosing.

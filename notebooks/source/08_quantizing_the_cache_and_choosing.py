@@ -116,8 +116,8 @@ for layer, pair in enumerate(kept):
 # differ more than channels, except in the first two layers. Liu et al. (2024, *KIVI*) found the same pattern in large
 # models, with larger ratios: keys have a few channels with outliers, values do not.
 #
-# The two brightest channels are no accident: 18 and 50 are 32 apart, a pair that the rotary embedding rotates
-# (lesson 02). It turns slowly, so the brightness moves from one to the other along the text.
+# The two brightest channels are no accident: 18 and 50 are 32 apart, a pair that the rotary embedding rotates (lesson
+# 02). It turns slowly, so the brightness moves from one to the other along the text.
 #
 # ### What may share a scale?
 #
@@ -397,8 +397,9 @@ real_model.report(
 )
 
 # %% [markdown]
-# Eight bits are harmless here as well, and int8 is better. With four bits, channels for keys take away two thirds of
-# the loss; in `tiny-gemma`, the difference was within its error. Two bits are beyond use, either way.
+# Eight bits are harmless here as well, and int8 is better. With four bits, channels for keys take away 70% of the loss;
+# in `tiny-gemma`, that difference was hardly larger than its error. With two bits, both are unusable, and channels are
+# even worse: without KIVI's groups and zero points, neither helps.
 #
 # ## 4 · Choosing · 21 min
 #
@@ -442,14 +443,13 @@ for few in (1, 4):
 #
 # "Points lost" is accuracy lost on multiple-choice questions, in percentage points. Every interval here includes 0: the
 # questions cannot show a loss. They cannot exclude one either, of any size up to the interval's upper end. KL is finer,
-# and still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss
-# from SmoothQuant, and `tiny-gemma`, which has hardly any outlier channels (lesson 07), ranks the two the other way
-# around. Quality depends on the model.
+# and still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss from SmoothQuant, and
+# `tiny-gemma` ranks the two the other way around, and so does SmolLM2 (lesson 07). Quality depends on the model.
 #
-# "Seconds" are those of quantizing *and* measuring, for 5.6 million parameters on a CPU. The extra time of AWQ
-# and GPTQ over INT4 weight-only is about that of their calibration. The three methods with eight-bit activations also
-# have to round activations before every product that is measured. For FP8 that is all: it needs no calibration here,
-# since each token gets its scale as it comes (lesson 07).
+# "Seconds" are those of quantizing *and* measuring, for 5.6 million parameters on a CPU. The extra time of AWQ and GPTQ
+# over INT4 weight-only is about that of their calibration. The three methods with eight-bit activations also have to
+# round activations before every product that is measured. For FP8 that is all: it needs no calibration here, since each
+# token gets its scale as it comes (lesson 07).
 #
 # (Pruning, which sets weights to 0, is in neither table. `data/README.md` shows why: on `tiny-gemma` it loses far more
 # than quantization to the same size does, and this engine's products do not skip zeros.)
@@ -542,8 +542,8 @@ for case, (name, gpu, traffic) in CASES.items():
 # would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU that it finds,
 # and leaves out methods that need calibration. The quality of a method is a word from NVIDIA's table and a number from
 # `tiny-gemma`: that GPTQ comes before AWQ and int4 rests on the perplexity of this one small model on one text, which
-# is weak. Your model and your task are neither, so measure before you decide: `minillm eval --compare` does it for a
-# model of yours, as it did for our table.
+# is weak (on SmolLM2, AWQ is ahead: lesson 06). Your model and your task are neither, so measure before you decide:
+# `minillm eval --compare` does it for a model of yours, as it did for our table.
 #
 # ## 5 · FP4: four bits in blocks · optional, 20 min
 #
@@ -650,10 +650,10 @@ for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
 real_model.report(["int4-g32", "nvfp4", "int4", "mxfp4"])
 
 # %% [markdown]
-# There, NVFP4 loses clearly less than int4 of its size, and MXFP4 a little more. What FP4 is for is hardware that
-# multiplies it. MXFP4's scales are coarse: where the largest weight comes to just above 3.5, the level 6 is not used.
-# The engine's method `nvfp4` needs no calibration; on hardware that multiplies FP4, activations would have four bits as
-# well, which this does not measure.
+# There, NVFP4 loses clearly less than int4 of its size, and MXFP4 more. FP4 pays off on hardware that multiplies it.
+# MXFP4's scales are coarse: where the largest weight comes to just above 3.5, the level 6 is not used. The engine's
+# method `nvfp4` needs no calibration; on hardware that multiplies FP4, activations would have four bits as well, which
+# this does not measure.
 #
 # ## 6 · Distillation: train for the rounding · optional, 14 min
 #

@@ -39,15 +39,16 @@ gemma = PRESETS["gemma-2b"]
 # | a kernel per operation | 11 | 11 | 10 |
 # | five launches (section 5) | not possible | 5 | 5 |
 #
-# The first two columns count what ran when this lesson's records were measured, and all figures below do so too. Since
-# then, one kernel rotates queries and keys and also writes keys and values to the cache, which saves a launch. The
-# first two ways have the same four matrix products, the same kernel that writes to the cache, and the same attention,
-# which takes two launches: one for parts of the keys, and one that combines them (lesson 04).
+# The first two columns count what ran when this lesson's records were measured, as do all figures below. Since then,
+# rotation and the cache write have been merged into one kernel, which saves a launch. The first two ways have the same
+# four matrix products, the same kernel that writes to the cache, and the same attention, which takes two launches: one
+# for parts of the keys, and one that combines them (lesson 04). In the fused step, the last program to finish its part
+# combines them.
 #
 # A record is a file in the project's folder `data/results`: `h200/kernels` is `data/results/h200/kernels.json`, which
 # has the time of each of the engine's kernels on an H200. The figure draws each launch with the time it takes *at
-# best*: its bytes divided by the H200's memory bandwidth, but never less than the shortest kernel in that record. So
-# this is an optimistic estimate, not a measurement.
+# best*: its bytes divided by the memory bandwidth that was measured on the H200, but never less than the shortest
+# kernel in that record. So this is an optimistic estimate, not a measurement.
 
 # %%
 kernels = {
@@ -74,8 +75,8 @@ describe(
 
 # %% [markdown]
 # Fusion removes most of the short kernels between the matrix products, and their trips to memory. Ten operations
-# remain: four matrix products, attention, and five small ones. This lesson asks three questions about them. How fast is
-# each one? How fast can the CPU *launch* them? And can there be even fewer?
+# remain: four matrix products, attention with its two launches, and five small ones. This lesson asks three questions
+# about them. How fast is each one? How fast can the CPU *launch* them? And can there be even fewer?
 #
 # ## 2 · Which tile? · 20 min
 #
@@ -107,12 +108,13 @@ describe(
 )
 
 # %% [markdown]
-# One row needs small tiles: it takes many programs to fill the GPU. For 3,000 rows there is a plateau: many choices are
-# within 2% of the best. Three regions are slow. Tiles that are large for their warps (lower left) need too many
-# registers per thread. Tiles that are small for them (upper right) leave each thread little or nothing to do. And in
-# the whole top row, 3,000 rows make 192,000 programs, each with too little work.
+# One row needs small tiles (smaller ones than 256 were not measured): it takes many programs to fill the GPU. For 3,000
+# rows there is a plateau: many choices are within 2% of the best. Three regions are slow. Tiles that are too large for
+# their warps (lower left) need too many registers per thread. Tiles that are too small for them (upper right) leave
+# each thread little or nothing to do. And tiles of 256 columns, the top line, make 192,000 programs of 3,000 rows, each
+# with too little work.
 #
-# How much does a measurement vary by itself? Each cell of the table is the median of 20 runs:
+# How much does a measurement vary from run to run? Each cell of the table is the median of 20 runs:
 
 # %%
 for rows, chosen in ((1, (256, 2)), (1, (1024, 4)), (3000, (4096, 16)), (3000, (1024, 4))):
@@ -333,10 +335,10 @@ describe(
 )
 
 # %% [markdown]
-# The model is optimistic about the graph. The measured speed with graphs means 1.9 ms per token: that
-# includes the output head, sampling and a share of the prompt, and kernels take longer than their time at best. But you
-# can trust what the model says about the cause, because it also follows from the measurements alone: in a graph, the
-# same kernels need at most 1.9 ms per token. So of the 8.3 ms without a graph, the GPU waits for more than 6.
+# The model is optimistic about the graph. The measured speed with graphs means 1.9 ms per token: that includes the
+# output head, sampling and a share of the prompt, and kernels take longer than their time at best. But you can trust
+# what the model says about the cause, because it also follows from the measurements alone: in a graph, the same kernels
+# need at most 1.9 ms per token. So of the 8.3 ms without a graph, the GPU waits for more than 6.
 #
 # A recording has a price. Arguments are *addresses* and *sizes*, so inputs must be at the same addresses every time, no
 # shape may change, and nothing in the step may wait for the CPU. The engine therefore keeps the state of its rows in
@@ -352,9 +354,10 @@ describe(
 # A step that runs prompts is harder to capture, because prompts have all lengths. It is padded to one of a few numbers
 # of tokens, and which token belongs to which row travels in one array that the captured kernels read
 # (`minillm/runner/mixed_graphs.py`). Steps with more than 1,024 prompt tokens or 64 prompts are launched kernel by
-# kernel: the longer the GPU works on a step, the less the time of its launches matters. Some requests ask for more than
-# a temperature: top-p (draw only from the most likely tokens, whose probabilities add up to p), penalties, or
-# log-probabilities. For them, extra kernels run after the graph, and every request of the step waits.
+# kernel: the longer the GPU works on a step, the less the time of its launches matters. Sampling is part of the graph,
+# with a temperature, and with top-p (draw only from the most likely tokens, whose probabilities add up to p) and its
+# relatives. For penalties and log-probabilities, extra kernels run after the graph, and every request of the step
+# waits.
 #
 # A captured graph knows nothing about functions that you plug in later. So while an operation of yours is in use, the
 # engine launches kernel by kernel, unless you promise with `using(capturable=True, ...)` that yours may be captured:
@@ -512,11 +515,12 @@ for name in names:
     print(f"{name:<22} {best_us[name]:7.1f} {took_us:9.1f} {lost:5.1f} {share:13.1%}")
 
 # %% [markdown]
-# Measured by its own bound, plain torch does better than one kernel per operation, although it is the slowest of the
-# three. Why? Look at the first column. All three ways move nearly the same bytes. They differ in the number of short
-# kernels, and a bound charges each of those the time of the shortest kernel. So half of the time that plain torch
-# wastes is in its bound already, and counts as if it were necessary. A share of a way's own bound says how well the way
-# does *what it set out to do*, not whether that was worth doing.
+# Plain torch reaches about the same share of its own bound as one kernel per operation, although it is by far the
+# slowest of the three. (The difference hangs on the time of the shortest kernel: with 0.2 µs less, it is reversed.)
+# Why? Look at the first column. All three ways move nearly the same bytes. They differ in the number of short kernels,
+# and a bound charges each of those the time of the shortest kernel. So half of the time that plain torch wastes is in
+# its bound already, and counts as if it were necessary. A share of a way's own bound says how well the way does *what
+# it set out to do*, not whether that was worth doing.
 #
 # Two questions need two numbers. How good are these kernels? Divide by their own bound. How good is this step? Divide
 # by the same bound for all, the highest one:
@@ -537,7 +541,7 @@ print(f"attention for one row: {attention_us:.1f} µs, at best {2 * shortest_us:
 #
 # The record's "CUDA graphs" group says 120 tokens/s without graphs and 706 with them. It would be wrong to report
 # "graphs make decoding 5.9 times as fast": with graphs, the engine *also* runs the fused step of section 5, which
-# exists only inside graphs. The two settings differ in several things, so the factor belongs to none of them alone.
+# exists only inside graphs. The two settings differ in several ways, so the factor belongs to none of them alone.
 # Here is what really ran in each setting of `minillm bench ablation`, for one request:
 
 # %%
@@ -599,8 +603,9 @@ print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
 
 # %% [markdown]
 # Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. On the shortest path, graphs
-# for decode steps give by far the largest factor, and the five launches the second largest. For 256 requests the
-# picture changes, because a step has more work per launch:
+# for decode steps give by far the largest factor, and the five launches the second largest. The last one, of prompts in
+# graphs, is no larger than the difference between two runs of one setting. For 256 requests the picture changes,
+# because a step has more work per launch:
 
 # %%
 plots.ablation(ablation, groups=["CUDA graphs", "fusion"])

@@ -19,6 +19,7 @@ def quality() -> dict[str, Mapping[str, Any]]:
 def tiny_kl() -> dict[str, float]:
     """The KL divergences of tiny-gemma, in nats, by the names that SmolLM2's record has for the same format."""
     found = {row["quantization"]: row["kl"] for name in TINY for row in records.read(name)["results"]}
+    del found["w4a8"]  # which it has in groups of 128 only
     return found | {name: found[f"{name}-g64"] for name in GROUPED}
 
 
@@ -26,20 +27,28 @@ def report(names: Iterable[str]) -> None:
     """Print what each method costs SmolLM2, and tiny-gemma where it was measured. Says which rows to read with care."""
     rows, tiny = quality(), tiny_kl()
     names = list(names)
-    print(
-        f"{'':20}{'bits a weight':>14}{'KL in millinats':>17}{'95% interval':>17}{'perplexity':>12}{'tiny-gemma':>12}"
-    )
+    weights = any("bits_per_weight" in rows[name] for name in names)
+    columns = ["bits a weight"] * weights + ["KL, millinats", "95% of KL", "perplexity rises"]
+    columns += ["tiny-gemma's KL"] * any(name in tiny for name in names)
+    widths = [len(column) + 3 if column != "95% of KL" else 19 for column in columns]
+
+    def show(*cells: str) -> None:
+        padded = (cell.rjust(width) for cell, width in zip(cells[1:], widths, strict=True))
+        print("".join([cells[0].ljust(20), *padded]).rstrip())
+
+    show("", *columns)
     for name in names:
         row = rows[name]
-        bits = f"{row['bits_per_weight']:.2f}" if "bits_per_weight" in row else ""
         low, high = (f"{1000 * end:.1f}" for end in row["kl_interval"])
-        rise = f"{100 * row['perplexity_loss']:+.1f}%"
-        other = f"{1000 * tiny[name]:.2f}" if name in tiny else ""
-        print(f"{name:20}{bits:>14}{1000 * row['kl']:17.1f}{f'{low} to {high}':>17}{rise:>12}{other:>12}")
+        cells = [f"{row['bits_per_weight']:.2f}" if "bits_per_weight" in row else ""] * weights
+        cells += [f"{1000 * row['kl']:.1f}", f"{low} to {high}", f"{round(100 * row['perplexity_loss'], 1) + 0.0:.1f}%"]
+        cells += [f"{1000 * tiny[name]:.2f}" if name in tiny else ""] * (len(columns) - len(cells))
+        print(
+            "".join([name.ljust(20), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
+        )
     if any(rows[name].get("bits_per_weight", 16) < FEW_BITS for name in names):
-        before = records.read(RECORD)["rounded"]
-        print(f"\nThese weights had been rounded before ({before}): below {FEW_BITS} bits, compare methods with")
-        print("each other, and not with the original model.")
+        print("\nThese weights had been rounded before: to 4 bits with an offset in groups of 32, the embedding to 8.")
+        print(f"Below {FEW_BITS} bits, compare methods with each other, and not with the original model.")
 
 
 def gains() -> dict[str, dict[int, float]]:

@@ -28,9 +28,8 @@ def test_the_record_has_every_method_and_cache_on_48_windows():
 def test_what_eight_and_four_bits_lose(kl):
     tiny = real_model.tiny_kl()
     assert clearly_less("int8", "int8+int8", "int4-g32-zeros") and kl["int8+int8"] < 0.01
-    assert 50 < kl["int4"] / tiny["int4"] < 150
+    assert kl["int8"] / tiny["int8"] > 100 < kl["int4"] / tiny["int4"]
     assert kl["int4-g32-zeros"] < kl["int4-g32"] < kl["int4"]
-    assert kl["int4-g32"] / kl["int4-g32-zeros"] == pytest.approx(1.4, abs=0.05)
 
 
 def test_awq_is_ahead_of_gptq_and_both_of_rounding(kl):
@@ -46,7 +45,8 @@ def test_awq_is_ahead_of_gptq_and_both_of_rounding(kl):
 def test_who_survives_outliers(kl):
     for name in ("smoothquant", "w8a8-rotate"):
         assert clearly_less(name, "w8a8") and kl[name] < kl["w8a8"] / 2
-    assert clearly_less("fp8-static", "w8a8-static") and kl["fp8-static"] < 1.3 * kl["fp8"]
+    assert clearly_less("fp8-static", "w8a8-static") and kl["fp8-static"] / kl["fp8"] == pytest.approx(1.25, abs=0.05)
+    assert kl["w8a8-static"] / kl["w8a8"] == pytest.approx(28, abs=0.5) and kl["smoothquant-static"] > 0.1
     assert kl["w8a8"] / kl["int8"] == pytest.approx(9, abs=0.5)
     undone = [(kl["w8a8"] - kl[name]) / (kl["w8a8"] - kl["int8"]) for name in ("smoothquant", "w8a8-rotate")]
     assert min(undone) > 0.8
