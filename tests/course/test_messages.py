@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minillm.course.shared import checks
+from minillm.quantization.methods import hadamard
 
 checks.every()
 
@@ -40,11 +41,13 @@ def powers_raised(weight, magnitude, moment, rounded, allowed):
     return best[1], best[2]
 
 
-def int8_linear(x, codes, scales, input_scale=None, rounded=torch.round, dtype=torch.float64, top=127.5):
+def int8_linear(
+    x, codes, scales, input_scale=None, rounded=torch.round, dtype=torch.float64, top=127.5, low=-128, high=127
+):
     if input_scale is None:
         largest = x.abs().amax(-1, keepdim=True)
         input_scale = torch.where(largest > 0, largest / top, 1.0)
-    mine = rounded(x / input_scale).clamp(-128, 127)
+    mine = rounded(x / input_scale).clamp(low, high)
     return (mine.to(dtype) @ codes.to(dtype).T * input_scale * scales).to(x.dtype)
 
 
@@ -64,13 +67,88 @@ def int8_scales_of_127(*given):
     return int8_linear(*given, top=127.0)
 
 
-def fake_halves_up(weight, bits, group_size):
+def int8_symmetric(*given):
+    return int8_linear(*given, low=-127)
+
+
+def int8_up_to_128(*given):
+    return int8_linear(*given, high=128)
+
+
+def int8_cut_off(*given):
+    return int8_linear(*given, rounded=torch.trunc)
+
+
+def int8_rounded_up(*given):
+    return int8_linear(*given, rounded=torch.ceil)
+
+
+def int8_in_place(x, codes, scales, input_scale=None):
+    return int8_linear(x.mul_(2), codes, scales, input_scale)
+
+
+def fake_quantize(weight, bits, group_size, rounded=torch.round, low=0, high=-1, least=0.0):
     top = 2 ** (bits - 1)
     groups = weight.detach().unflatten(-1, (-1, group_size))
     scales = groups.abs().amax(-1, keepdim=True) / (top - 0.5)
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    rounded = (halves_up(groups / scales).clamp(-top, top - 1) * scales).flatten(-2)
-    return weight + (rounded - weight).detach()
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales)).clamp(min=least)
+    values = (rounded(groups / scales).clamp(low - top, top + high) * scales).flatten(-2)
+    return weight + (values - weight).detach()
+
+
+def fake_halves_up(*given):
+    return fake_quantize(*given, rounded=halves_up)
+
+
+def fake_symmetric(*given):
+    return fake_quantize(*given, low=1)
+
+
+def fake_up_to_top(*given):
+    return fake_quantize(*given, high=0)
+
+
+def fake_cut_off(*given):
+    return fake_quantize(*given, rounded=torch.trunc)
+
+
+def fake_smallest_scale(*given):
+    return fake_quantize(*given, least=1e-8)
+
+
+def doubles_one_channel(x):
+    return 2 * x if x.shape[-1] == 1 else hadamard.transform(x)
+
+
+def everything_seen(q, k, k_scales, v, v_scales, hidden, scale):
+    return ((q @ k.to(q.dtype).T * k_scales * scale).softmax(-1) * v_scales) @ v.to(q.dtype)
+
+
+def codes_in_float32(q, k, k_scales, v, v_scales, hidden, scale):
+    weights = (q @ k.float().T * k_scales * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+    return (weights * v_scales) @ v.float()
+
+
+def codes_as_they_are(q, k, k_scales, v, v_scales, hidden, scale):
+    return ((q @ k.T * k_scales * scale).softmax(-1) * v_scales) @ v
+
+
+def front(points):
+    return (
+        name
+        for name, mine in points.items()
+        if not any(o != mine and all(a <= b for a, b in zip(o, mine, strict=True)) for o in points.values())
+    )
+
+
+def front_set(points):
+    return set(front(points))
+
+
+def front_that_takes_away(points):
+    found = list(front(points))
+    points.clear()
+    return found
 
 
 CASES = [
@@ -81,7 +159,18 @@ CASES = [
     ("int8_linear", int8_halves_up, ["-127.5 became the code -127, not -128", "as with torch.round"]),
     ("int8_linear", int8_in_float32, ["sums over 4,096 inputs: expected"]),
     ("int8_linear", int8_scales_of_127, ["times the identity matrix", "the result divided by that scale"]),
-    ("fake_quantize", fake_halves_up, ["-1.5/64 becomes -1/64, not -2/64", "as with torch.round"]),
+    ("fake_quantize", fake_halves_up, ["-1.5/64 becomes -1/64, not -2/64", "Halves go", "as with torch.round"]),
+    ("int8_linear", int8_symmetric, ["-127.5 became the code -127, not -128. Codes go down to -128"]),
+    ("int8_linear", int8_up_to_128, ["127.5 became the code 128, not 127. Codes go up to 127"]),
+    ("int8_linear", int8_cut_off, ["-127.5 became the code -127, not -128. Codes are rounded to the nearest"]),
+    ("int8_linear", int8_rounded_up, ["-127.5 became the code -127, not -128. Codes are rounded to the nearest"]),
+    ("fake_quantize", fake_symmetric, ["-1.5/64 becomes -1/64, not -2/64. Codes go down to -2"]),
+    ("fake_quantize", fake_up_to_top, ["1.5/64 becomes 2/64, not 1/64. Codes go up to 1"]),
+    ("fake_quantize", fake_cut_off, ["64 becomes", "codes are rounded"]),
+    ("fake_quantize", fake_smallest_scale, ["There is no smallest scale"]),
+    ("hadamard", doubles_one_channel, ["1 channel: a token"]),
+    ("attend_codes", everything_seen, ["hidden [["]),
+    ("attend_codes", codes_in_float32, ["double != float", "of its cell)", "\nconvert codes to q.dtype"]),
 ]
 
 
@@ -97,11 +186,42 @@ def test_what_was_expected_and_what_came_never_look_the_same():
     assert wanted.split(";")[0].rstrip(",") != got.split(";")[0]
 
 
+FIRST = [
+    ("int8_linear", int8_in_place, "the example", "x has changed: write to a new tensor"),
+    ("attend_codes", everything_seen, "hidden keys have no weight, whatever their scales", None),
+    ("attend_codes", codes_as_they_are, "the example", None),
+    ("pareto_front", front, "the example", "expected a list of names, got a generator"),
+    ("pareto_front", front_set, "the example", "expected a list of names, got a set"),
+    ("pareto_front", front_that_takes_away, "the example", "points has changed: work on a copy"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "candidate", "property", "said"), FIRST, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_the_first_failure_is_the_one_that_explains_a_mistake(name, candidate, property, said):
+    first = first_failure(name, candidate)
+    assert first.name == property and (said is None or first.problem == said), first
+
+
+def test_codes_of_another_dtype_are_explained_at_the_example():
+    assert first_failure("attend_codes", codes_as_they_are).problem.endswith("\nconvert codes to q.dtype")
+
+
 def test_rounding_up_is_not_told_to_search_further():
     failed = [result.name for result in checks.find("free_batch").examine(rounds_up) if result.problem]
     assert failed == ["only whole tokens", "slow arithmetic leaves no room"]
 
 
-@pytest.mark.parametrize(("name", "candidate"), [("int8_linear", int8_halves_up), ("fake_quantize", fake_halves_up)])
-def test_a_tie_is_explained_without_a_hint_about_something_else(name, candidate):
+@pytest.mark.parametrize(
+    ("name", "candidate"),
+    [
+        ("int8_linear", int8_halves_up),
+        ("fake_quantize", fake_halves_up),
+        ("int8_linear", int8_symmetric),
+        ("fake_quantize", fake_symmetric),
+        ("fake_quantize", fake_smallest_scale),
+    ],
+)
+def test_it_is_explained_without_a_hint_about_something_else(name, candidate):
     assert "\n" not in first_failure(name, candidate).problem

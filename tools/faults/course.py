@@ -35,7 +35,7 @@ FAULTS = (
     Fault(
         "every failure is explained, not the first alone",
         CHECKS,
-        "if result is first:",
+        "if result.name in explained:",
         "if result.problem:",
         "tests/course/shared/test_checks.py -k only_the_first_is_explained",
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..shared.checks import Exercise, Explained
-from ..shared.differences import assert_near, text
+from ..shared.differences import ROUNDED, assert_near, text, why_wrong
 
 # ---- products of eight-bit numbers
 
@@ -26,9 +26,8 @@ def _product(function: Callable, x: Tensor, codes: Tensor, scales: Tensor, input
     for name, before, now in zip(
         ("x", "codes", "scales", "input_scale"), given, (x, codes, scales, input_scale), strict=True
     ):
-        assert before is None or (now is not None and torch.equal(before, now)), (
-            f"{name} has changed: write to a new tensor"
-        )
+        if before is not None and now is not None and not torch.equal(before, now):
+            raise Explained(f"{name} has changed: write to a new tensor")
     return found.double()
 
 
@@ -41,10 +40,12 @@ def _expect_codes(function: Callable, x: Tensor, codes: Tensor, scale: float, st
     said = f"x = {text(x)} times the identity matrix, {'with the static' if static else 'x has the'} scale {size}"
     off = (found - codes).abs() > 1e-6 * codes.abs().max()
     if off.any() and ((x / scale % 1)[off] == 0.5).all() and ((found - codes).abs()[off] == 1).all():
-        half, got, code = ((x / scale)[off][0], found[off][0], codes[off][0])
-        raise Explained(
-            f"{said}: {half:g} became the code {got:g}, not {code:g}. Halves go to the even number, as with torch.round"
-        )
+        half, got, code = ((x / scale)[off][0].item(), found[off][0].item(), codes[off][0].item())
+        probe, eye = torch.tensor([ROUNDED], dtype=x.dtype), torch.eye(len(ROUNDED), dtype=torch.int8)
+        one = torch.ones(1, dtype=x.dtype)
+        rounded = _product(function, probe, eye, one.expand(len(eye)).clone(), one if static else None)[0]
+        why = why_wrong(code, got, -128, 127, rounded)
+        raise Explained(f"{said}: {half:g} became the code {got:g}, not {code:g}. {why}")
     _near(found, codes, f"{said}; the result divided by that scale")
 
 
@@ -170,7 +171,8 @@ def _scales(function: Callable, largest: Tensor, weight: Tensor, strength: float
     shape = [weight.shape[1]]
     assert list(found.shape) == shape, f"weight {list(weight.shape)}: expected {shape}, got {list(found.shape)}"
     same = torch.equal(given[0], largest) and torch.equal(given[1], weight)
-    assert same, "largest or weight has changed: write to a new tensor"
+    if not same:
+        raise Explained("largest or weight has changed: write to a new tensor")
     return found
 
 

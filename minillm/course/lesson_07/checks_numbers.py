@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, Explained
 from ..shared.differences import assert_near, text
 
 # ---- the fast Hadamard transform
@@ -37,7 +37,8 @@ def _like(function: Callable, x: Tensor) -> Tensor:
     found = function(x)
     assert isinstance(found, Tensor), f"expected a tensor, got {type(found).__name__}"
     assert found.shape == x.shape, f"x is {list(x.shape)}, the result {list(found.shape)}"
-    assert torch.equal(before, x), "x has changed: write to a new tensor"
+    if not torch.equal(before, x):
+        raise Explained("x has changed: write to a new tensor")
     return found.double()
 
 
@@ -87,7 +88,8 @@ def _(function):
         x = _drawn(2, size)
         before, after = _lengths(x), _lengths(_like(function, x))
         good = torch.allclose(before, after, rtol=1e-5)
-        assert good, f"{size} channels: a token of length {before[0].item():.4g} became {after[0].item():.4g} long"
+        said = f"a token of length {before[0].item():.4g} became {after[0].item():.4g} long"
+        assert good, f"{size} channel{'s' * (size > 1)}: {said}"
 
 
 @hadamard.property(
@@ -127,7 +129,7 @@ def _(function):
             found = function(x)
             assert found.dtype == dtype, f"x is {dtype}, the result {found.dtype}"
             shared = found.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            assert not shared, f"{size} channels: the result shares its memory with x"
+            assert not shared, f"{size} channel{'s' * (size > 1)}: the result shares its memory with x"
     x = _drawn(2, 64)
     wanted = x @ _matrix(64)
     found = function(x)

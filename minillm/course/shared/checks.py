@@ -30,7 +30,10 @@ class Property:
 
 
 class Explained(AssertionError):
-    """What is wrong with a result, in words that say it all: no hint follows."""
+    """What is wrong with a result, in words that say it all: no hint follows.
+
+    Raised from an exception of the candidate, it is the hint about that one.
+    """
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Exercise:
 
     def example(self, holds: Callable) -> Callable:
         """A decorator that adds the notebook's own example as a property, which wrong solutions may pass."""
-        return self.property("the example", "compare with the example above")(holds)
+        return self.property(EXAMPLE, "compare with the example above")(holds)
 
     def property(self, name: str, hint: str) -> Callable:
         """A decorator that adds a property; hint: shown if it does not hold."""
@@ -106,7 +109,9 @@ class Exercise:
 
 EXERCISES: dict[str, Exercise] = {}
 COURSE = Path(__file__).resolve().parents[1]
+EXAMPLE = "the example"  # the name of each exercise's first property
 STOPPED = "it was stopped"  # begins the problem of a candidate that takes too long
+RAISED = "it raised"  # begins the problem of a candidate that raises an exception
 
 
 def every() -> dict[str, Exercise]:
@@ -126,7 +131,8 @@ def find(name: str) -> Exercise:
 def check(candidate: Callable) -> None:
     """Print which properties of its exercise `candidate` has, and explain the first failure.  Lesson 00.
 
-    One mistake often breaks several properties, so the others that fail are only named.
+    One mistake often breaks several properties, so the others that fail are only named. If the first is the example,
+    whose hint says little, the hint of the next is shown too, unless nothing holds.
     """
     name = getattr(candidate, "__name__", repr(candidate))
     try:
@@ -141,15 +147,20 @@ def check(candidate: Callable) -> None:
         print(f"{name}: not solved yet. Write it above and run both cells{meanwhile}.")
         return
     print(name)
-    first = next((result for result in results if result.problem and not result.needs), None)
+    failed = [result for result in results if result.problem and not result.needs]
+    held = sum(result.problem is None for result in results)
+    explained = {result.name: str(result.problem) for result in failed[:1]}
+    if held and len(failed) > 1 and failed[0].name == EXAMPLE:
+        hint = next(each.hint for each in exercise.properties if each.name == failed[1].name)
+        if str(failed[1].problem).endswith(hint) and not str(failed[1].problem).startswith(RAISED):
+            explained[failed[1].name] = hint
     for result in results:
         if result.needs:
             print(f"  – {result.name} (needs {result.needs})")
             continue
         print(f"  {'✓' if result.problem is None else '✗'} {result.name}")
-        if result is first:
-            print(*(f"      {line}" for line in str(result.problem).splitlines()), sep="\n")
-    held = sum(result.problem is None for result in results)
+        if result.name in explained:
+            print(*(f"      {line}" for line in explained[result.name].splitlines()), sep="\n")
     if held == len(results):
         print(f"Solved: all {held} hold.")
     elif left := dict.fromkeys(result.needs for result in results if result.needs):
@@ -191,19 +202,22 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
     except NotSolvedYet:
         raise
     except Explained as error:
-        return str(error)
+        cause = error.__cause__
+        return f"{_raised(cause, candidate)}\n{error}" if cause else str(error)
     except AssertionError as error:
         if _raised_by(candidate, error, prop):
-            return f"it raised {type(error).__name__}: {error}{_line_of(error, candidate)}\n{prop.hint}"
+            return f"{_raised(error, candidate)}\n{prop.hint}"
         said = str(error).strip().split("\n")[0]
         # The first line of torch.testing's messages only says that it failed.
         return prop.hint if not said or said.startswith(("Tensor-likes", "Scalars")) else f"{said}\n{prop.hint}"
     except (Exception, SystemExit) as error:
         if type(error).__name__ == "InterpreterError" and isinstance(error.__cause__, Exception):
-            inner = _innermost(error)  # inside a Triton kernel: no property's hint is about it
-            return f"it raised {type(inner).__name__}: {inner}{_line_of(inner, candidate)}"
-        place = _line_of(error, candidate)
-        return f"it raised {type(error).__name__}: {error}{place}\n{prop.hint}"
+            return _raised(_innermost(error), candidate)  # inside a Triton kernel: no property's hint is about it
+        return f"{_raised(error, candidate)}\n{prop.hint}"
+
+
+def _raised(error: BaseException, candidate: Callable) -> str:
+    return f"{RAISED} {type(error).__name__}: {error}{_line_of(error, candidate)}"
 
 
 def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool:

@@ -10,6 +10,7 @@ SHOWN = 6  # numbers: a larger result is not shown in full
 DIGITS = 6  # significant, where they tell two numbers apart
 MOST_DIGITS = 17  # of a float64
 LEAST = 1e-300  # so that nothing is divided by 0
+ROUNDED = (127.5, 1.5, -1.5, 0.5, 1.7, -1.7, 1.2, -1.2)  # numbers whose codes tell how they are rounded
 
 
 Numbers = Tensor | float | list
@@ -36,14 +37,28 @@ def difference(found: Numbers, expected: Numbers, *, relative: float = 0.0, abso
     if mine.numel() == 1:
         wanted, got = apart(right.item(), mine.item())
         return f"expected {wanted}, got {got}"
-    place = [int(each) for each in torch.unravel_index(far.argmax(), far.shape)]
     if mine.numel() <= SHOWN:
         shown = [apart(*pair) if differ else tuple(_short(each, DIGITS) for each in pair) for *pair, differ in pairs]
         wanted, got = (f"[{', '.join(each)}]" for each in zip(*shown, strict=True))
-        return f"expected {wanted}, got {got}; the largest difference is at {place}"
+        return f"expected {wanted}, got {got}"
+    place = [int(each) for each in torch.unravel_index(far.argmax(), far.shape)]
     wanted, got = apart(right[tuple(place)].item(), mine[tuple(place)].item())
-    count = int(off.sum())
-    return f"expected {wanted} at {place}, got {got} ({count:,} of {off.numel():,} numbers differ, this one most)"
+    most = "; this is the largest relative difference" if relative else ", this one most"
+    alike = bool((far[off] == far.max()).all())
+    said = f"{int(off.sum()):,} of {off.numel():,} numbers differ{'' if alike else most}"
+    return f"expected {wanted} at {place}, got {got} ({said})"
+
+
+def why_wrong(code: float, got: float, lowest: int, highest: int, codes: Tensor) -> str:
+    """Why a half next to the lowest or highest code became `got`, not `code`. codes: the solution's, of ROUNDED."""
+    _, *halves, up, down, near, other = [round(each, 3) for each in codes.tolist()]
+    if got > highest:
+        return f"Codes go up to {highest}"
+    if (up, down, near, other) != (2, -2, 1, -1):
+        return "Codes are rounded to the nearest number, as with torch.round"
+    if code == lowest and halves == [2, -2, 0]:
+        return f"Codes go down to {lowest}"
+    return "Halves go to the even number, as with torch.round"
 
 
 def text(values: Tensor, most: int = 8) -> str:

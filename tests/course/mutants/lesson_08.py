@@ -161,7 +161,7 @@ def values_in_another_order(q, k, k_scales, v, v_scales, hidden, scale):
     return _attend(q, k, k_scales, v, v_scales if kept else v_scales.flip(0), hidden, scale)
 
 
-@wrong("attend_codes", fails="each value's scale multiplies its weight")
+@wrong("attend_codes", fails="hidden keys have no weight, whatever their scales")
 def first_scales_for_the_keys_that_are_seen(q, k, k_scales, v, v_scales, hidden, scale):
     seen = ~hidden.all(0)
     first = v_scales[: int(seen.sum())]

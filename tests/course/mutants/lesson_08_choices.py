@@ -461,8 +461,3 @@ def sorted_names(points):
 def best_first(points):
     found = _front(points, _dominates)
     return sorted(found, key=points.get)
-
-
-@wrong("pareto_front", fails="names in the order of points")
-def a_set(points):
-    return set(_front(points, _dominates))

@@ -106,6 +106,41 @@ def test_of_several_failures_only_the_first_is_explained(doubled, capsys):
     ]
 
 
+def test_after_the_example_the_hint_of_the_next_failure_is_shown_too(doubled, capsys):
+    said = report(capsys, lambda x: 2 * x if x == 0 else 5)
+    assert said[1:2] + said[3:7] == [
+        "✗ the example",
+        "compare with the example above",
+        "✗ negative numbers",
+        "2 * x works for all of them",
+        "✓ zero",
+    ]
+
+
+def test_no_hint_but_the_examples_is_shown_where_nothing_holds_or_the_next_raises(doubled, capsys):
+    assert "2 * x works for all of them" not in report(capsys, lambda x: 5)
+    assert "2 * x works for all of them" not in report(capsys, lambda x: x and 5 / (x + 3))
+
+
+def test_the_hint_about_an_exception_follows_it_with_its_line(monkeypatch, capsys):
+    monkeypatch.setattr(checks, "EXERCISES", {})
+    exercise = checks.Exercise("doubled")
+
+    @exercise.property("it doubles", hint="another hint")
+    def _(function):
+        try:
+            function(1)
+        except ZeroDivisionError as error:
+            raise checks.Explained("do not divide") from error
+
+    def divides(x):
+        return x / 0
+
+    line = divides.__code__.co_firstlineno + 1
+    said = f"it raised ZeroDivisionError: division by zero (line {line} of its cell)"
+    assert report(capsys, divides)[2:4] == [said, "do not divide"]
+
+
 def test_an_endless_loop_is_stopped_and_reported_once(doubled, capsys):
     def waits(x):
         while True:
