@@ -93,7 +93,7 @@ if here.name == "cpu":
     torch.set_num_threads(1)
 earlier.has_triton()  # on a CPU, kernels must be interpreted: ask before a package imports Triton
 rows = {"cpu": 16, "gpu": 128}[here.name]
-blocks = {"cpu": 512, "gpu": 8192}[here.name]  # of 16 tokens: enough for every load below
+blocks = {"cpu": 512, "gpu": None}[here.name]  # of 16 tokens; None: all that fit
 workers = {"cpu": 1, "gpu": min(4, max(1, os.cpu_count() - 2))}[here.name]
 stack = ExitStack()
 
@@ -117,8 +117,8 @@ print(f"{weights / 1e6:,.1f} MB of weights; {rows} rows in the batch")
 # prompts longer than a block would skip most of their prefill.
 #
 # Open this address in a browser (on the machine that runs the notebook) and keep it in view: the engine room shows the
-# rows of the batch, the blocks of the cache, and the waits, while the cells below put load on the server. (The cache is
-# small, so that you can see it fill.) `/metrics` has the numbers for a monitoring system.
+# rows of the batch, the blocks of the cache, and the waits, while the cells below put load on the server. (On a CPU the
+# cache is small, so that you can see it fill.) `/metrics` has the numbers for a monitoring system.
 
 # %% tags=["nbval-ignore-output"] uncompared="a port that was free"
 print(server.url)
@@ -981,16 +981,17 @@ small = stack.enter_context(LLM(quantized, device=here.device, num_blocks=256))
 together = stack.enter_context(running(small))
 
 
-def tokens_from(questions) -> list[list[int]]:
-    """The token ids of the answers to questions that are asked at the same time."""
+def tokens_from(questions) -> list[list[int] | str]:
+    """The token ids of answers, asked for at the same time; of an answer that failed, the error."""
 
-    def ids(question: str) -> list[int]:
+    def ids(question: str) -> list[int] | str:
         messages = [{"role": "user", "content": question}]
         options = {"model": together.model, "max_tokens": 40, "temperature": 0}
-        extra = {"return_token_ids": True}
-        answer = client_of(together).chat.completions.create(
-            messages=messages, extra_body=extra, **options
-        )
+        options["extra_body"] = {"return_token_ids": True}
+        try:
+            answer = client_of(together).chat.completions.create(messages=messages, **options)
+        except openai.APIError as error:  # raised by one of your parts
+            return str(error)
         return answer.choices[0].token_ids
 
     with ThreadPoolExecutor(len(questions)) as pool:
@@ -1008,7 +1009,7 @@ print("the engine's own tokens:", found == expected and one_more == expected[:1]
 
 # %% tags=["nbval-ignore-output"] uncompared="another machine may round a code differently"
 for question, ids in zip(QUESTIONS, found):
-    print(question, small.tokenizer.decode(ids))
+    print(question, ids if isinstance(ids, str) else small.tokenizer.decode(ids))
 
 # %% [markdown]
 # Every part that the first list calls yours took part, and the tokens are the same. (On a GPU, in bfloat16, two tokens

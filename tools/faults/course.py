@@ -265,6 +265,13 @@ FAULTS = (
         "tests/course/lesson_99/test_under_load.py -k ends_no_other",
     ),
     Fault(
+        "lesson 99 takes what was saved, not what its notebook has defined since",
+        "minillm/course/grading/earlier.py",
+        "read[LAST] = Notebook(current, {})",
+        "pass",
+        "tests/course/grading/test_earlier.py -k current_notebook",
+    ),
+    Fault(
         "the control is the norm that is in place, not the engine's",
         UNDER_LOAD,
         'own = operations.own[operations.names.index("rms_norm")]',

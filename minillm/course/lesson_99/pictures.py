@@ -127,7 +127,8 @@ def knee(recorded: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]
             left.plot(share, waits, marker + line, color=color, mfc=filled, label=f"{p}, {name}")
         gaps = [1e3 * row["itl_s"]["p50"] for row in rows]
         right.plot(share, gaps, "o" + line, color=TOKEN, mfc=TOKEN if line else "none", label=f"p50, {name}")
-    left.set(yscale="log", ylabel="milliseconds", title="Time to the first token")
+    plots.log_scale(left)
+    left.set(ylabel="milliseconds", title="Time to the first token")
     right.set(ylim=0, ylabel="milliseconds", title="Time between tokens")
     for axis in (left, right):
         axis.axvline(100, color="gray", ls=":")

@@ -12,7 +12,7 @@ from minillm.course.lesson_99.report_card import PRECISIONS
 from minillm.course.making import build
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED, read_config
-from tests.course.lesson import solved
+from tests.course.lesson import KINDS, LEARNER, Lesson, solved
 
 (SOURCE,) = build.sources(["99"])
 TEXT = SOURCE.read_text("utf-8")
@@ -154,3 +154,18 @@ def test_the_loads_are_as_long_as_the_lesson_says(lesson):
     lesson.says(f"On a CPU a request has {cpu} tokens in and {cpu} out, on a GPU {gpu} and {gpu}")
     lesson.says("On a CPU, lengths are divided by 16")
     assert '"cpu": {"scale": 16,' in TEXT
+
+
+def test_the_course_ends_with_the_learners_own_numbers(lesson):
+    """After the recorded card come the rows of this machine, then the learner's predictions, and nothing else."""
+    _, end = lesson.printed.split("requests at once: fp8 is cheapest")
+    engine, yours = (re.search(rf"^{name} +(.*)$", end, re.MULTILINE) for name in ("the engine", "yours"))
+    assert engine.start() < yours.start() < end.index("predicted   measured")
+    assert all(len(row[1].split()) == 6 for row in (engine, yours)), "GB, price, tokens/s and three waits"
+    assert "did not run" not in lesson.printed and "requests failed" not in lesson.printed
+    assert "yours: no part is solved yet" in Lesson("99", LEARNER).printed
+
+
+def test_gemma_is_loaded_only_if_the_learner_says_so():
+    for kind in KINDS:
+        assert "not run: RUN_GEMMA is False\nrecorded on " in Lesson("99", kind).printed

@@ -119,7 +119,7 @@ def test_the_table_has_medians_of_the_runs_in_milliseconds():
     }
     head, engine, yours = under_load.table(outcomes).splitlines()
     assert head.split() == ["tokens/s", "TTFT", "p50", "ITL", "p50", "ITL", "p99", "(ms)"]
-    assert engine.split() == ["the", "engine", "2,000", "250.0", "500.00", "750.00"]
+    assert engine.split() == ["the", "engine", "2,000", "250.0", "500.00", "750.00"] and len(engine) == len(head)
     assert yours.split() == ["yours", "4", "of", "4", "failed"]
 
 
