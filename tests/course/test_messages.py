@@ -1,10 +1,14 @@
 """What a learner reads about wrong answers that were once reported in a misleading way."""
 
 import math
+import statistics
+from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 
+from minillm.course.lesson_11.graph_sizes import padded_ms
 from minillm.course.shared import checks
 from minillm.quantization.methods import hadamard
 
@@ -151,6 +155,104 @@ def front_that_takes_away(points):
     return found
 
 
+def chosen(times, default, margin):
+    best = min(times, key=times.get)
+    return best if times[best] < (1 - margin) * times[default] else default
+
+
+def launch_by_the_median_low(runs, default, margin):
+    return chosen({launch: statistics.median_low(each) for launch, each in runs.items()}, default, margin)
+
+
+def launch_by_the_median_high(runs, default, margin):
+    return chosen({launch: statistics.median_high(each) for launch, each in runs.items()}, default, margin)
+
+
+def takes_the_default_out(runs, default, margin):
+    own = statistics.median(runs.pop(default))
+    return chosen({default: own, **{name: statistics.median(each) for name, each in runs.items()}}, default, margin)
+
+
+def sorts_the_runs(runs, default, margin):
+    for each in runs.values():
+        each.sort(reverse=True)
+    return chosen({launch: statistics.median(each) for launch, each in runs.items()}, default, margin)
+
+
+def times_of(launched_us, kernel_us):
+    end, times = 0.0, []
+    for launched, length in zip(launched_us, kernel_us, strict=True):
+        times.append((max(launched, end), max(launched, end) + length))
+        end = times[-1][1]
+    return times
+
+
+def times_as_array(launched_us, kernel_us):
+    return np.array(times_of(launched_us, kernel_us)).reshape(-1, 2)
+
+
+def times_as_tuple(launched_us, kernel_us):
+    return tuple(times_of(launched_us, kernel_us))
+
+
+def takes_kernels_out(launched_us, kernel_us):
+    found = times_of(launched_us, kernel_us)
+    kernel_us.clear()
+    return found
+
+
+def sizes_of(counts, ms, most, fewest=0):
+    *smaller, largest = sorted(ms)
+    sets = ([*each, largest] for count in range(fewest, most) for each in combinations(smaller, count))
+    return min(sets, key=lambda sizes: padded_ms(sizes, counts, ms))
+
+
+def sizes_as_set(counts, ms, most):
+    return set(sizes_of(counts, ms, most))
+
+
+def sizes_as_tuple(counts, ms, most):
+    return tuple(sizes_of(counts, ms, most))
+
+
+def never_the_largest_alone(counts, ms, most):
+    return sizes_of(counts, ms, most, 1)
+
+
+def two_sizes_at_least(counts, ms, most):
+    return sizes_of(counts, ms, max(most, 2), 1)
+
+
+def the_smallest_and_the_largest(counts, ms, most):
+    return sorted(ms)[: most - 1] + [max(ms)]
+
+
+def takes_sizes_out(counts, ms, most):
+    found = sizes_of(counts, ms, most)
+    ms.pop(max(ms))
+    return found
+
+
+def pairs_of(settings):
+    found = []
+    for one, other in combinations(settings, 2):
+        facts = [fact for fact in settings[one] if settings[one][fact] != settings[other][fact]]
+        found += [(one, other, facts[0])] if len(facts) == 1 else []
+    return found
+
+
+def pairs_as_set(settings):
+    return set(pairs_of(settings))
+
+
+def takes_settings_out(settings):
+    found = pairs_of(settings)
+    settings.clear()
+    return found
+
+
+EVEN = "for an even count, the average of the middle two"
+ALONE = "with most = 1, the only set is [largest]"
 CASES = [
     ("free_batch", rounds_up, ["expected 7, got 8", "round down"]),
     ("attention", hidden_after_the_softmax, ["gives its own a weight of 0", "before the softmax"]),
@@ -168,6 +270,14 @@ CASES = [
     ("fake_quantize", fake_up_to_top, ["1.5/64 becomes 2/64, not 1/64. Codes go up to 1"]),
     ("fake_quantize", fake_cut_off, ["64 becomes", "codes are rounded"]),
     ("fake_quantize", fake_smallest_scale, ["There is no smallest scale"]),
+    (
+        "choose_launch",
+        launch_by_the_median_low,
+        ["the median of [8.0, 9.0, 11.0, 12.0] is 10, ", EVEN],
+    ),
+    ("choose_launch", launch_by_the_median_high, ["the median of [8.0, 9.0, 10.2, 11.0] is 9.6", EVEN]),
+    ("choose_sizes", never_the_largest_alone, ["it raised ValueError: ", f"cell)\n{ALONE}"]),
+    ("choose_sizes", two_sizes_at_least, [f"most 1: expected [4], got [2, 4]; {ALONE}"]),
     ("hadamard", doubles_one_channel, ["1 channel: a token"]),
     ("attend_codes", everything_seen, ["hidden [["]),
     ("attend_codes", codes_in_float32, ["double != float", "of its cell)", "\nconvert codes to q.dtype"]),
@@ -190,6 +300,15 @@ FIRST = [
     ("int8_linear", int8_in_place, "the example", "x has changed: write to a new tensor"),
     ("attend_codes", everything_seen, "hidden keys have no weight, whatever their scales", None),
     ("attend_codes", codes_as_they_are, "the example", None),
+    ("choose_launch", takes_the_default_out, "the example", "do not change `runs`"),
+    ("choose_launch", sorts_the_runs, "the example", "`runs` has changed: sort a copy, sorted(...)"),
+    ("queued", times_as_tuple, "the example", "expected a list of (start, end), got a tuple"),
+    ("queued", takes_kernels_out, "the example", "launched_us or kernel_us has changed: work on a copy"),
+    ("choose_sizes", sizes_as_set, "the example", "expected a list of sizes, got a set"),
+    ("choose_sizes", sizes_as_tuple, "the example", "expected a list of sizes, got a tuple"),
+    ("choose_sizes", takes_sizes_out, "the example", "counts or ms has changed: work on a copy"),
+    ("fair_pairs", pairs_as_set, "the example", "expected a list of (setting, later setting, fact), got a set"),
+    ("fair_pairs", takes_settings_out, "the example", "settings has changed: work on a copy"),
     ("pareto_front", front, "the example", "expected a list of names, got a generator"),
     ("pareto_front", front_set, "the example", "expected a list of names, got a set"),
     ("pareto_front", front_that_takes_away, "the example", "points has changed: work on a copy"),
@@ -202,6 +321,16 @@ FIRST = [
 def test_the_first_failure_is_the_one_that_explains_a_mistake(name, candidate, property, said):
     first = first_failure(name, candidate)
     assert first.name == property and (said is None or first.problem == said), first
+
+
+def test_an_array_of_times_is_refused_at_the_example():
+    first = first_failure("queued", times_as_array)
+    assert first.name == "the example" and "got a ndarray" in first.problem, first
+
+
+def test_a_set_with_the_largest_size_is_not_told_that_a_batch_does_not_fit():
+    failed = [each.name for each in checks.find("choose_sizes").examine(the_smallest_and_the_largest) if each.problem]
+    assert failed and "every batch fits" not in failed
 
 
 def test_codes_of_another_dtype_are_explained_at_the_example():

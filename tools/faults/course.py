@@ -82,6 +82,27 @@ FAULTS = (
         "tests/course/test_messages.py",
     ),
     Fault(
+        "a symmetric clamp is blamed on halves",
+        DIFFERENCES,
+        "halves == [2, -2, 0]",
+        "halves == [2, -1, 1]",
+        "tests/course/test_messages.py -k says_what_is_wrong",
+    ),
+    Fault(
+        "after the example the next hint is not shown",
+        CHECKS,
+        "explained[failed[1].name] = hint",
+        "pass",
+        "tests/course/shared/test_checks.py -k hint_of_the_next",
+    ),
+    Fault(
+        "a tuple of times passes for a list",
+        "minillm/course/lesson_11/checks.py",
+        '    assert_list(function([5.0, 10.0, 15.0], [2.0, 8.0, 1.0]), "(start, end)")\n',
+        "",
+        "tests/course/test_messages.py -k first_failure_is",
+    ),
+    Fault(
         "the stub of a method names only its class",
         LESSON,
         'return ".".join(names)',

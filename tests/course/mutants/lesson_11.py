@@ -200,8 +200,8 @@ def leaves_out_kernels_of_no_length(launched_us, kernel_us):
 
 
 @wrong("queued", fails="no kernels, no times")
-def a_tuple_of_times(launched_us, kernel_us):
-    return tuple(_in_turn(launched_us, kernel_us))
+def a_tuple_for_no_kernels(launched_us, kernel_us):
+    return list(_in_turn(launched_us, kernel_us)) or ()
 
 
 @wrong("queued", fails="no kernels, no times")
@@ -327,11 +327,6 @@ def in_the_order_of_ms(counts, ms, most):
     return [size for size in ms if size in best and size != max(ms)] + [max(ms)]
 
 
-@wrong("choose_sizes", fails="at most `most` sizes, in order")
-def a_tuple_of_sizes(counts, ms, most):
-    return tuple(min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, ms)))
-
-
 @wrong("choose_sizes", fails="every batch fits")
 def only_what_was_seen(counts, ms, most):
     largest = min(size for size in ms if size >= max(counts))
@@ -442,9 +437,9 @@ def first_four_settings(settings):
 
 
 @wrong("fair_pairs", fails="equal settings are no comparison")
-def a_set_of_pairs(settings):
+def a_set_for_no_pairs(settings):
     found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations(settings, 2)]
-    return {(a, b, facts[0]) for a, b, facts in found if len(facts) == 1}
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1] or set()
 
 
 @wrong("fair_pairs", fails="equal settings are no comparison")
