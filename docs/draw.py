@@ -28,6 +28,7 @@ QUANTIZATION, LOSSES = "h200/quantization", "cpu/quantization"
 REAL = real_model.RECORD
 FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200/vllm-fp8kv-and-families-h200"
 CACHE_SPEED = "h200/cache-speed"
+SAMPLED = "h200/sampled-speed"
 SERVING, SERVING_PEER = "h200/serving", "h200/vllm-server-h200"
 COMMAND = "python docs/draw.py record"
 QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
@@ -291,6 +292,34 @@ def serving_speedup(clients: int = 512) -> float:
     return best / max(row["output_tokens_per_s"] for row in peers if row["clients"] == clients)
 
 
+def sampled_figures() -> str:
+    """The table of sampled traffic: shares of plain temperature's speed, and milliseconds of the kernels."""
+    record = records.read(SAMPLED)
+    shares = {row["kind"]: row["share"] for row in record["results"] if row["workload"] == "generate"}
+    ms = {
+        (row["logits"], row["rows"], row["kind"]): row["ms"] for row in record["results"] if row["workload"] == "sample"
+    }
+    sizes = [(logits, rows) for logits in ("flat", "peaked") for rows in (64, 512)]
+    lines = [
+        "| sampling | share of the speed | "
+        + " | ".join(f"{logits}, {rows} rows, ms" for logits, rows in sizes)
+        + " |",
+        "|---|---|" + "---|" * len(sizes),
+    ]
+    for kind, share in shares.items():
+        times = [f"{ms[*size, kind]:.2f}" if (*size, kind) in ms else "" for size in sizes]
+        lines.append(f"| {kind} | {share:.2f} | {' | '.join(times)} |")
+    first = next(row for row in record["results"] if row["workload"] == "generate")
+    text = (
+        f"{first['requests']:,} requests of {first['input_len']} + {first['output_len']} tokens, Gemma 2B's shape with "
+        f"random weights in bf16, on one {record['machine']['gpu']}; medians of {len(first['runs'])} runs, in which "
+        "the kinds alternate. The times are those of the sampling kernels alone, for 256,000 logits a row: of a normal "
+        "distribution, or with a few far above it. Record: "
+        f"[{SAMPLED}](../data/results/{SAMPLED}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
 def serving_figures() -> str:
     """The table of servers."""
     record = records.read(SERVING)
@@ -442,6 +471,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "real model in short": real_in_short,
     "fp8": fp8_figures,
     "cache": cache_figures,
+    "sampled": sampled_figures,
     "serving": serving_figures,
     "busy": busy_figures,
     "figures": figures,
