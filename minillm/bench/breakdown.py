@@ -40,7 +40,7 @@ PARTS = ("matrix products", "attention", "head and sampling")
 
 
 def step_floor(llm: LLM, step: Step, limits: PeakRates) -> dict[str, float]:
-    """The least seconds of a step on a chip with these limits, by PARTS; the module's docstring says what counts."""
+    """The minimum time of a step on a chip with these limits, in seconds by PARTS (see the module's docstring)."""
     tokens, samples = int(step.queries.sum()), int(step.samples.sum())
     work = {
         "matrix products": _layers_work(llm, tokens, samples),

@@ -229,9 +229,8 @@ def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.set_yscale("log")
     ax.margins(x=0.35, y=0.12)
     ax.set(xlabel="MB of weights", ylabel="loss: KL from the unquantized model, nats a token")
-    ax.set_title(
-        f"{records.model_of(record)}, trained; {dense['quantization']}: {dense['bytes'] / 1e6:.1f} MB", fontsize=10
-    )
+    size = f"unquantized, in 16 bits: {dense['bytes'] / 1e6:.1f} MB"
+    ax.set_title(f"{records.model_of(record)}, trained; {size}", fontsize=10)
     label_points(ax, places)
     return plain(ax)
 

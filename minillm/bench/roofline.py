@@ -51,7 +51,7 @@ class Point:
         return self.operations / self.bytes
 
     def floor(self, limits: PeakRates) -> float:
-        """The least seconds that a machine with these limits needs for it."""
+        """The minimum time, in seconds, that a machine with these limits needs for it."""
         return floor_seconds(self.bytes, self.operations, limits.bytes_per_s, limits.operations_per_s)
 
     @property
@@ -70,7 +70,7 @@ def matrix_work(shapes: Sequence[tuple[int, int]], tokens: int, bytes_per_number
 
 
 def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operations_per_s: float) -> float:
-    """The least seconds for this much work at these rates: reading and computing overlap.  Lesson 00."""
+    """The minimum time, in seconds, for this much work at these rates: reading and computing overlap.  Lesson 00."""
     return max(nbytes / bytes_per_s, operations / operations_per_s)
 
 

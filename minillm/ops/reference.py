@@ -35,7 +35,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, section 4).  Lesson 00.
 
-    x: [..., dim]; weight: [dim]. Computed in float32, as in transformers, even for a float64 model.
+    x: [..., dim]; weight: [dim]. Computed in float32, as in transformers' Gemma, even for a float64 model.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -232,7 +232,8 @@ describe(
 # The prefill computes 400 times as many tokens as a decode step and takes nowhere near 400 times as long. Per token,
 # decode is the expensive phase. To see why, look at what a step must do at a minimum:
 #
-# * **read the weights**: every number of every matrix, once per step, whether for one token or four hundred;
+# * **read the weights**: every number of every matrix that a token goes through, once per step, whether for one token
+#   or four hundred;
 # * **do the arithmetic**: inside the model a token is a vector. Each number of a matrix is multiplied by one element of
 #   that vector, and the product is added to a sum. This happens for every token.
 #
@@ -246,9 +247,9 @@ print(f"{'head':<14}", tuple(model.head.weight.shape), "once, after the last lay
 
 # %% [markdown]
 # Not every token goes through every matrix. Only tokens whose next token is needed go through the head. In a prompt,
-# that is only the last one. The engine drops the others in the last layer, right after attention. So one step has
-# matrices with different numbers of tokens, and perhaps some with none: a step that computes only the first part of a
-# long prompt needs no next token at all.
+# that is only the last one. The engine drops the others in the last layer, after attention's output matrix. So one step
+# has matrices with different numbers of tokens, and perhaps some with none: a step that computes only the first part of
+# a long prompt needs no next token at all.
 #
 # **Exercise 2 (8 minutes).** Count the work of a step. A matrix of `rows` × `columns` numbers that `tokens` tokens go
 # through is given as `(rows, columns, tokens)`. There is no formula here: derive it from the two points above. A
@@ -324,12 +325,15 @@ of_model = roofline.limits(here.device, model.dtype, model.nbytes)
 of_memory = roofline.limits(here.device, torch.float32, 4 * LARGE)
 for nbytes, limits in ((model.nbytes, of_model), (4 * LARGE, of_memory)):
     print(f"reads {nbytes / 1e6:,.0f} MB repeatedly at {limits.bytes_per_s / 1e9:,.1f} GB/s")
-print(f"computes {of_model.operations_per_s / 1e9:,.1f} billion operations/s")
+for dtype, limits in ((model.dtype, of_model), (torch.float32, of_memory)):
+    rate = limits.operations_per_s / 1e9
+    print(f"computes {rate:,.1f} billion operations/s in {str(dtype).removeprefix('torch.')}")
 
 # %% [markdown]
-# If `tiny-gemma` runs here and the first rate is higher, its weights stay in the cache. That is good for `tiny-gemma`,
-# and says little about real models, whose weights are gigabytes: they come from memory in every step, on a GPU too. A
-# step that waits for them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
+# (The second rates are those of the test below, which is in float32.) If `tiny-gemma` runs here and it is read faster,
+# its weights stay in the cache. That is good for `tiny-gemma`, and says little about real models, whose weights are
+# gigabytes: they come from memory in every step, on a GPU too. A step that waits for them is **memory-bound**; one that
+# waits for the arithmetic is **compute-bound**.
 #
 # While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time
 # that the reading takes.
@@ -403,9 +407,10 @@ describe(
 # The dotted line is what you would expect if time followed the arithmetic. With more than a few columns, the measured
 # times stay far below it. Left of the point where the dashed lines cross, the weights have to come from memory, no
 # matter how many columns wait for them, and the arithmetic fits in between. Right of it, more columns cost more time.
-# (One column can be much faster than two: on a CPU, the general routine first copies the matrix into another layout. On
-# a GPU, different sizes get different routines, so 4 columns may even take longer than 32. And a floor is only as exact
-# as the rate it was computed from, so a point may lie slightly below it.)
+# (On a CPU, the general routine first copies the matrix into another layout, and one column needs no copy, so it can be
+# much faster than two. For few columns the copy hides both floors, and the bend comes later than your number: the
+# H200's steps below show it better. On a GPU, different sizes get different routines, so 4 columns may even take longer
+# than 32. And a floor is only as exact as the rate it was computed from, so a point may lie slightly below it.)
 #
 # Exercise 3 also shows what does *not* matter: the size of the model. Counting only the weights, decode
 # becomes compute-bound at a batch that depends on the machine and the bytes per number alone. Here are an H200's rates,
@@ -413,7 +418,7 @@ describe(
 
 # %%
 there, h200_points = step_time.recorded("h200/roofline")
-rates = f"{there.bytes_per_s / 1e9:,.0f} GB/s, {there.operations_per_s / 1e9:,.0f} billion operations/s"
+rates = f"{there.bytes_per_s / 1e9:,.0f} GB/s, {there.operations_per_s / 1e12:,.0f} trillion operations/s"
 print("an H200:", rates)
 free = room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s)
 print("its free batch (exercise 3):", free)
@@ -434,9 +439,10 @@ for name, took in recorded.items():
 
 # %% [markdown]
 # There, a step of 64 requests takes 1.5 times as long as a step of one. Its floor is only 1.02 times as high, cached
-# keys and values included; the rest is what the engine loses. Beyond the free batch the time grows with the requests: a
-# step of 512 takes 1.7 times as long as one of 256. Sharing steps is called **batching**. It is why a server can answer
-# many users at little more cost than one.
+# keys and values included; the rest is what the engine loses, most of it between 1 and 8 requests, since it has faster
+# kernels for one (lesson 11). Beyond the free batch the time grows with the requests: a step of 512 takes 1.7 times as
+# long as one of 256. Sharing steps is called **batching**. It is why a server can answer 64 users at one and a half
+# times the cost of one.
 #
 # ## 5 · Predict, then measure · 12 min
 #
@@ -574,7 +580,7 @@ for row in ops.table(here.device):
 #
 # $$y_j = \frac{x_j}{\sqrt{\frac{1}{d} \sum_k x_k^2 + \varepsilon}} \; w_j$$
 #
-# The inputs may be 16-bit numbers, whose squares can overflow or lose digits: compute everything in float32, weight
+# The inputs may be 16-bit numbers, whose squares can overflow or lose precision: compute everything in float32, weight
 # included, and return the dtype of `x`.
 #
 # For example the row `[3, -3, 3, -3]` with weights of 1 becomes `[1, -1, 1, -1]`.
@@ -599,8 +605,8 @@ check(rms_norm)
 # counts no call.
 
 # %%
-# On a GPU, use the embedded model in 32-bit numbers. In 16-bit ones, another order of the same sums can choose another
-# word; and with random weights the text is often one word over and over, whatever is replaced.
+# On a GPU, use the embedded model in 32-bit numbers. In 16-bit ones, adding the same numbers in another order can
+# change which word wins; and with random weights the text is often one word over and over, whatever is replaced.
 speaker = llm if here.device == "cpu" else LLM(device=here.device, dtype="float32")
 before = speaker.generate(prompt, greedy(40))[0]
 with using(rms_norm=rms_norm) as used:
@@ -643,7 +649,7 @@ assert blinded.text != before.text, "attention had no influence on the text"
 #
 # * A model maps tokens to a score for every token; generation is a loop around it.
 # * Prefill computes a whole prompt in one step; decode computes one token per step and reads all weights for it.
-# * A step takes at least the longer of bytes / bandwidth and operations / speed. Batching raises the operations per
+# * A step takes at least the larger of bytes / bandwidth and operations / speed. Batching raises the operations per
 #   byte. Counting only the weights, it is nearly free up to a batch that depends on the machine and the bytes per
 #   number, not on the model's size.
 # * Most of a small model's decode step is overhead: calls of small operations, and Python.

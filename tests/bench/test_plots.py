@@ -149,7 +149,7 @@ def test_losses_are_plotted_against_bytes_and_simulated_formats_are_hollow():
     _, hollow = ax.lines
     assert hollow.get_label() == "simulated"
     assert len(hollow.get_xydata()) == sum(row["simulated"] for row in record["results"])
-    assert "tiny-gemma, trained; float32: 11.1 MB" in ax.get_title()
+    assert "tiny-gemma, trained; unquantized, in 16 bits: 11.1 MB" in ax.get_title()
     assert {text.get_text() for text in ax.texts} == {row["quantization"] for row in record["results"][1:]}
 
 
