@@ -6,7 +6,7 @@
 # * predict what a model costs to serve, and check the prediction;
 # * start an inference server and talk to it with any OpenAI client;
 # * measure what users wait for, in one request and over a whole run;
-# * find the rate at which the waits of a server bend upward, and say why there;
+# * find the request rate at which waits start to climb steeply, and say why there;
 # * compare two engines fairly, and explain the result;
 # * load-test the engine with everything that you wrote in this course, and say what each part of yours costs;
 # * weigh accuracy, memory, speed, and cost on one report card.
@@ -909,8 +909,8 @@ print(report_card.parts_table())
 #
 # With the embedded model, a step on your CPU took several times its floor, because a small model's steps are mostly
 # overhead. Is that different for a large one? You need no GPU to find out. With random weights, Gemma 2B's shape can be
-# made here: 2.5 billion weights, on a CPU of 4 bytes each, so 10 GB. The text means nothing, but a step does the same
-# work. The floor is as always the size of the weights, divided by the speed of memory.
+# made here: 2.5 billion weights, at 4 bytes each on a CPU, so 10 GB. The text means nothing, but a step does the same
+# work. As always, the floor is the size of the weights, divided by the speed of memory.
 #
 # **Predict** the time of a step of one request on this machine. (Section 4 measured the speed of memory with the 22 MB
 # of the embedded model. Does that hold for 10 GB, which fit into no cache?)
@@ -1012,24 +1012,27 @@ for question, ids in zip(QUESTIONS, found):
     print(question, ids if isinstance(ids, str) else small.tokenizer.decode(ids))
 
 # %% [markdown]
-# Every part that the first list calls yours took part, and the tokens are the same. (On a GPU, in bfloat16, two tokens
+# If the line before the answers says `True`, every part of yours that it names took part, and the tokens are the same.
+# (On a GPU, in bfloat16, two tokens
 # that are almost equally likely can swap, and an answer then differs from there on.) That is what made the engine
 # possible to build in pieces: each part has a specification, and everything that meets it can be exchanged.
 #
 # ## 17 · Everything you wrote, under load · 6 min
 #
-# The same tokens, but how fast? Send the traffic of section 6, with as many clients as rows, once to the engine's parts
-# and once to yours. Each run comes after a warm-up. Then replace one part at a time, to see what each of yours costs
-# alone.
+# The same tokens, but how fast? Run the traffic of section 6, with as many clients as rows, once with the engine's
+# parts and once with yours. Each run comes after a warm-up. Then replace one part at a time, to see what each of yours
+# costs alone. (No request waits for a row here, and prefix caching is off: the order of the queue gains nothing, and
+# the pool of prefixes is not asked.)
 #
 # * On a CPU your Triton kernels are left out: interpreted, they would take minutes.
 # * The tokenizer's merges take no part, since these prompts are token ids.
-# * The **control** replaces the engine's norm by the same norm. Whatever it costs is not the fault of what you wrote.
-#   On a GPU it costs much: a replaced operation runs without CUDA graphs (lesson 11), so Python launches each kernel of
-#   each step. On a CPU it costs next to nothing.
+# * The **control** replaces the engine's norm by the same norm. Its cost is that of replacing anything, not of your
+#   code. On a GPU it costs much: a replaced operation runs without CUDA graphs (lesson 11), so Python launches each
+#   kernel of each step. On a CPU it costs next to nothing.
 # * At the end the engine runs **once more**, which shows by how much two equal runs differ.
 #
-# If a part of yours raises an exception under load, its line says so, and the others still run.
+# If a part of yours raises an exception under load, or needs more than two minutes, its line says so, and the others
+# still run.
 #
 # **Predict** your tokens per second as a share of the engine's.
 
@@ -1057,8 +1060,8 @@ print(under_load.ratios_table(outcomes, outcomes[under_load.ENGINE]))
 #   step together.
 # * **Attention of decode steps** copies every row's blocks into one tensor. On a CPU the engine does so too; on a GPU
 #   its kernel reads the blocks where they are.
-# * **The norm** runs once in each step. All others are fused with the addition before them. That is an operation of its
-#   own, the one that lesson 03's kernel replaces.
+# * **The norm** runs once in each step. All others are fused with the addition before them, in a separate operation,
+#   `add_rms_norm`, which lesson 03's kernel replaces.
 # * **The pool and the policy** work once for each step or request, never for each layer. Whatever they cost, a larger
 #   model hides it.
 #
@@ -1147,9 +1150,9 @@ elif not both[under_load.YOURS].problem:
     compare("with all your parts", unit=unit, prediction=guess_mine, measured=share)
 
 # %% [markdown]
-# The last row is an engine that runs what you wrote, with the same tokens, at this speed and price. (Compare its price
-# with the card's. On a CPU: how much cheaper is a token of a model of a four-hundredth of the size, on a machine that
-# costs a thirty-fifth?)
+# The row called yours, if there is one, is an engine that runs what you wrote, at this speed and price. (Compare its
+# price with the card's. On a CPU: how much cheaper is a token of a model 1/450 of the size, on a machine that costs
+# 1/35 as much?)
 #
 # And these are the numbers that you predicted in this lesson, the farthest off first:
 

@@ -14,6 +14,7 @@ Replacements = Mapping[str, Callable]  # `using`'s arguments
 ENGINE, YOURS, AGAIN = "the engine", "yours", "the engine, once more"
 CONTROL = "the engine's own norm, by `using`"
 SENT_AS_IDS = "bpe_merge"  # prompts of a load are token ids: nothing is tokenized
+SECONDS = 120  # a run that takes longer has a problem
 
 
 @dataclass
@@ -72,7 +73,7 @@ def send(url: str, engines: Mapping[str, Replacements], *, rounds: int = 1, **lo
     """Send one load to a server of this process with each of the replacements in place: {name: Outcome}.
 
     rounds: how often all take their turn. load: options of `serve.run`; its `warmup` comes before each run. If requests
-    fail with one of the replacements, the others still run.
+    fail with one of the replacements, or do not end within SECONDS, the others still run. Prints a line for each run.
     """
     found = {name: Outcome(calls=dict.fromkeys(parts, 0)) for name, parts in engines.items()}
     for _ in range(rounds):
@@ -82,10 +83,12 @@ def send(url: str, engines: Mapping[str, Replacements], *, rounds: int = 1, **lo
                 continue
             try:
                 with using(capturable=False, **parts) as used:
-                    outcome.runs += serve.run(url, **(load | {"quiet": True}))["results"]
+                    outcome.runs += serve.run(url, **({"timeout": SECONDS} | load | {"quiet": True}))["results"]
             except (serve.LoadError, OverrideError, Unreachable) as error:
                 outcome.problem = str(error).splitlines()[0]
+                print(f"{name}: {outcome.problem}")
             else:
+                print(f"{name}: {outcome.runs[-1]['output_tokens_per_s']:,.0f} tokens/s")
                 outcome.calls = {part: calls + used.calls[part] for part, calls in outcome.calls.items()}
     return found
 
