@@ -113,7 +113,7 @@ def test_what_section_14_says_about_floors(lesson):
 def test_what_section_15_says_about_a_large_model(lesson):
     embedded = read_config(EMBEDDED)
     gb, small_mb = round(4 * WEIGHTS / 1e9), round(4 * parameters(embedded) / 1e6)
-    lesson.says(f"{WEIGHTS / 1e9:.1f} billion weights, on a CPU of 4 bytes each, so {gb} GB")
+    lesson.says(f"{WEIGHTS / 1e9:.1f} billion weights, at 4 bytes each on a CPU, so {gb} GB")
     lesson.says(f"with the {small_mb} MB of the embedded model")
     lesson.says(f"Does that hold for {gb} GB")
     lesson.says(f"({GEMMA.num_layers} layers instead of {embedded.num_layers})")
@@ -137,11 +137,11 @@ def test_what_section_18_says_about_the_price_of_a_token(lesson):
     assert {row["questions"] for row in quality if row["quantization"] in ("float32", "fp8", "int4")} == {2160}
     count = parameters(read_config(EMBEDDED))
     lesson.says(f"A model of {count / 1e6:.1f} million parameters")
-    lesson.says("a four-hundredth of the size")
-    assert 400 < WEIGHTS / count < 450
+    lesson.says("a model 1/450 of the size")
+    assert WEIGHTS / count == pytest.approx(450, rel=0.02)
     dollars = float(re.search(r"^DOLLARS = (\S+)", TEXT, re.MULTILINE)[1])
     here = float(re.search(r"^PER_HOUR = .* else (\S+)", TEXT, re.MULTILINE)[1])
-    lesson.says("costs a thirty-fifth")
+    lesson.says("costs 1/35 as much")
     assert dollars / here == pytest.approx(35)
 
 
