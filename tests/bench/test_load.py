@@ -48,7 +48,7 @@ def compared(ours, theirs, patience=4):
 
 
 def test_a_comparison_continues_until_its_last_runs_agree():
-    ours, theirs = compared([9, 1.0, 2.0, 1.0, 1.05], [9, 2.0, 2.0, 2.0, 2.1])
+    ours, theirs = compared([9, 9, 1.0, 2.0, 1.0, 1.05], [9, 9, 2.0, 2.0, 2.0, 2.1])
     assert ours["runs"] == [1.0, 1.05] and ours["unsteady_runs"] == [1.0, 2.0]
     assert theirs["runs"] == [2.0, 2.1] and theirs["unsteady_runs"] == [2.0, 2.0]
     assert ours["spread"] == pytest.approx(0.049, abs=1e-3) and ours["times_transformers"] == 2.0
@@ -56,7 +56,7 @@ def test_a_comparison_continues_until_its_last_runs_agree():
 
 
 def test_a_comparison_that_never_settles_ends_and_reports_the_load():
-    rows = compared([9, *[1.0, 2.0] * 4], [9, *[2.0] * 8])
+    rows = compared([9, 9, *[1.0, 2.0] * 4], [9, 9, *[2.0] * 8])
     rows[0]["other_programs_cores"] = rows[1]["other_programs_cores"] = 0.9
     said = offline.caveat(records.record(rows, records.begin()))
     assert "runs of the same work differ by 67%, and other programs took 0.9 of" in said
@@ -64,5 +64,5 @@ def test_a_comparison_that_never_settles_ends_and_reports_the_load():
 
 
 def test_without_patience_only_the_requested_runs_are_made():
-    rows = compared([9, 1.0, 2.0], [9, 2.0, 2.0], patience=1)
+    rows = compared([9, 9, 1.0, 2.0], [9, 9, 2.0, 2.0], patience=1)
     assert rows[0]["runs"] == [1.0, 2.0] and rows[0]["unsteady_runs"] == []

@@ -62,7 +62,8 @@ def test_the_table_of_launches_counts_what_the_figures_draw():
 
 def test_what_section_2_says_about_tiles(tiles, measured, speed):
     lesson = solved("11")
-    lesson.says(f"3,000 rows make {3000 * GEMMA.intermediate_size // min(tile for _, tile, _ in tiles):,} programs")
+    programs = 3000 * GEMMA.intermediate_size // min(tile for _, tile, _ in tiles)
+    lesson.says(f"tiles of 256 columns, the top line, make {programs:,} programs of 3,000 rows")
     lesson.says("A single run can take twice the median.", "half a percent may be noise")
     runs = tiles[1, 256, 2]
     assert max(runs) > 2 * statistics.median(runs)
@@ -112,9 +113,14 @@ def test_what_section_5_says_about_bounds(speed):
     took = {name: (1e6 / speed[name, 1] - head_us) / GEMMA.num_layers for name in ways}
     share = {name: speed[name, 1] * (GEMMA.num_layers * best[name] + head_us) for name in ways}
     solved("11").says(
-        "plain torch does better than one kernel per operation", "half of the time that plain torch wastes"
+        "Plain torch reaches about the same share of its own bound as one kernel per operation",
+        "with 0.2 µs less, it is reversed",
+        "half of the time that plain torch wastes",
     )
-    assert share[single] < share[plain] < share[five]
+    assert share[single] < share[plain] < min(share[five], share[single] + 0.03)
+    less = {name: sum(us for *_, us in least_us(layer, bytes_per_s, shortest_us - 0.2)) for name, layer in ways.items()}
+    shares = [speed[name, 1] * (GEMMA.num_layers * less[name] + head_us) for name in (plain, single)]
+    assert shares == sorted(shares)
     assert 0.48 < (best[plain] - best[five]) / (took[plain] - best[five]) < 0.58
     solved("11").says("The fewer kernels, the less is lost.")
     assert took[plain] - best[plain] > took[single] - best[single] > took[five] - best[five]
