@@ -117,7 +117,7 @@ def test_what_section_5_says_about_bounds(speed):
         "with 0.2 µs less, it is reversed",
         "half of the time that plain torch wastes",
     )
-    assert share[single] < share[plain] < min(share[five], share[single] + 0.03)
+    assert share[single] < share[plain] < min(share[five], share[single] + 0.03e6)
     less = {name: sum(us for *_, us in least_us(layer, bytes_per_s, shortest_us - 0.2)) for name, layer in ways.items()}
     shares = [speed[name, 1] * (GEMMA.num_layers * less[name] + head_us) for name in (plain, single)]
     assert shares == sorted(shares)
