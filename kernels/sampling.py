@@ -7,7 +7,8 @@ Temperature 0 takes the largest logit. Otherwise the cumulative distribution, in
 Tiling: a row is divided into chunks. One program per chunk reads it once and stores two numbers: its maximum, and its
 sum of exponentials relative to that (at temperature 0, the index of the maximum). One program per row then finds, from
 those numbers, the chunk that holds the sampled token, and reads only that chunk again. So the logits (256,000 per row
-for Gemma) are read once, and no tensor of probabilities or random numbers of that size exists.
+for Gemma) are read once, and no tensor of probabilities or random numbers of that size exists. A row that truncates is
+read several times more, in the second launch too: see `truncation`.
 
 A row without probabilities gets the id -1: a logit is NaN or infinity, or all are minus infinity. The maximum that is
 computed anyway says so, once NaN, which a maximum ignores, counts as infinity.
@@ -141,6 +142,7 @@ def sample(
     rows, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    temperature, uniform = temperature.contiguous(), uniform.contiguous()
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         chunks = triton.cdiv(vocab, CHUNK)
@@ -152,7 +154,8 @@ def sample(
             logits, temperature, maximum, argmax, mass, logits.stride(0), vocab, chunks,
             CHUNK=CHUNK, num_warps=8, **dependent,
         )  # fmt: skip
-        min_p, top_k, top_p = limits or (temperature, argmax, temperature)  # tensors that are not read
+        unread = (temperature, argmax, temperature)
+        min_p, top_k, top_p = unread if limits is None else (each.contiguous() for each in limits)
         choose_kernel[(rows,)](
             logits, temperature, uniform, min_p, top_k, top_p, maximum, argmax, mass, out, logits.stride(0), vocab,
             chunks, CHUNKS_TILE=max(triton.next_power_of_2(chunks), 2), CHUNK=CHUNK,

@@ -30,7 +30,7 @@ SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits of a 
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
-    """int32 numbers in the same order as the float32 numbers x."""
+    """int32 numbers in the same order as the float32 numbers x; but that of -0 is below that of 0."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF) >> SHIFT
 
@@ -169,7 +169,9 @@ def _search(
 def _draw(row_ptr, maximum_ptr, limit, equals, top, rate, goal, VOCAB, CHUNKS, CHUNK: tl.constexpr):
     """The first token whose running sum of exp(z) is above the goal, in the order of ids.
 
-    Counted are the logits above the limit, and the first `equals` of those equal to it.
+    Counted are the logits above the limit, and the first `equals` of those equal to it. Sums are rounded: only an entry
+    with positive weight may be drawn, and the last such entry if rounding leaves the goal above the sum. (The limit may
+    be minus infinity, and forbidden tokens equal to it.)
     """
     token, last = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
     each = tl.exp2((limit - top) * rate)
@@ -189,8 +191,9 @@ def _draw(row_ptr, maximum_ptr, limit, equals, top, rate, goal, VOCAB, CHUNKS, C
                     x = _load(row_ptr, chunk, VOCAB, CHUNK)
                     same = (x == limit) & (columns < VOCAB)
                     rank = seen + tl.cumsum(same.to(tl.int32), 0)
-                    kept = (x > limit) | (same & (rank <= equals))
-                    sums = running + tl.cumsum(tl.where(kept, tl.exp2((x - top) * rate), 0.0), 0)
+                    weight = tl.exp2((x - top) * rate)
+                    kept = ((x > limit) | (same & (rank <= equals))) & (weight > 0)
+                    sums = running + tl.cumsum(tl.where(kept, weight, 0.0), 0)
                     here = tl.min(tl.where(kept & (sums > goal), columns, VOCAB), 0)
                     last = tl.maximum(last, tl.max(tl.where(kept, columns, -1), 0))
                     token = tl.where((token < 0) & (here < VOCAB), here, token)
@@ -202,11 +205,11 @@ def _draw(row_ptr, maximum_ptr, limit, equals, top, rate, goal, VOCAB, CHUNKS, C
                 seen += count
                 if added > 0:
                     last = first
-    if token < 0:  # the same, and the last kept logit is in the chunks from `last` on
+    if token < 0:  # the same, and the last such entry is in the chunks from `last` on
         for chunk in range(last, last + 4):
             columns = chunk * CHUNK + tl.arange(0, CHUNK)
             x = _load(row_ptr, chunk, VOCAB, CHUNK)
-            inside = columns < VOCAB
+            inside = (columns < VOCAB) & (tl.exp2((x - top) * rate) > 0)
             found = tl.max(tl.where((x > limit) & inside, columns, -1), 0)
             tie = tl.min(tl.where((x == limit) & inside, columns, VOCAB), 0)
             token = tl.maximum(token, found)
@@ -224,13 +227,13 @@ def choose_truncated(
     maxima, mass: what `sampling.chunk_mass_kernel` has found in each chunk, relative to its maximum.
     """
     chunks = tl.arange(0, CHUNKS_TILE)
-    top = tl.max(maxima, 0)
+    top = tl.max(maxima, 0) + 0.0  # -0 is 0, as in `_load`: a search up to the key of -0 would miss that of 0
     rate = tl.minimum(1.4426950408889634 / temperature, 3e38)  # exp(z) = exp2((logit - top) * rate)
     # The limit, how many logits equal to it stay, and the sum of exp(z) of all that stay.
     limit, equals = tl.full((), float("-inf"), tl.float32), VOCAB
     total = tl.sum(mass * tl.exp2((maxima - top) * rate), 0)
     if min_p > 0:
-        limit = top + temperature * tl.log(min_p)
+        limit = tl.minimum(top + temperature * tl.log(min_p), top)  # a rounded logarithm may be above 0
         found = _weigh(
             row_ptr, maximum_ptr, tl.full([1], 0.0, tl.float32) + limit, top, rate, 0, CHUNKS, 1, VOCAB, CHUNKS, True,
             1, CHUNK,
@@ -256,7 +259,7 @@ def choose_truncated(
     if top_p < 1:
         # What is below this weighs less than 1 - top_p, even if it is the whole vocabulary.
         tail = (1.0 - top_p) * total
-        least = tl.maximum(limit, top + temperature * tl.log(tail / VOCAB))
+        least = tl.maximum(limit, tl.minimum(top + temperature * tl.log(tail / VOCAB), top))
         nearer, over = _search(
             row_ptr, maximum_ptr, least, least, top, rate, top_p * total, tail, VOCAB, CHUNKS, True, SHIFT, 8, CHUNK
         )

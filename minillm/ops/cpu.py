@@ -27,6 +27,8 @@ from .signatures import AttentionOptions, Rows, Truncation
 SPLIT_KEYS = 4096
 # Up to this many elements, the allocator reuses memory for a gather.
 SMALL_GATHER = 1 << 14
+# Rows that are ranked at a time: with Gemma's vocabulary each takes some 20 MB.
+RANKED_AT_ONCE = 64
 
 
 embedding = ByWeight(reference.embedding)
@@ -256,6 +258,19 @@ def _chunk_mask(queries: int, length: int, window: int | None) -> Tensor:
     return reference.visible(torch.arange(length - queries, length)[None], length, window)[0]
 
 
+def _truncate(scores: Tensor, truncation: Truncation, sampled: Tensor) -> None:
+    """`reference.truncate`, in place, but only what each row asks for, and nothing for rows that are not `sampled`."""
+    min_p, top_k, top_p = truncation
+    ranked = sampled & (((top_k > 0) & (top_k < scores.shape[-1])) | (top_p < 1))
+    rows = (sampled & (min_p > 0) & ~ranked).nonzero()[:, 0]
+    if len(rows):
+        chosen = scores[rows]
+        lowest = chosen.amax(-1, keepdim=True) + min_p[rows, None].to(scores.dtype).log()
+        scores[rows] = chosen.masked_fill_(chosen < lowest, -torch.inf)
+    for rows in ranked.nonzero()[:, 0].split(RANKED_AT_ONCE):
+        scores[rows] = reference.truncate(scores[rows], Truncation(*(each[rows] for each in truncation)))
+
+
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Truncation | None = None) -> Tensor:
     """As the reference, without the work that no row needs."""
     greedy = temperature == 0
@@ -265,7 +280,9 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Tru
             return reference.likeliest(logits)
         temperature = temperature.masked_fill(greedy, 1)
     scores = logits.double() / temperature[:, None]
-    cumulative = (scores if truncation is None else reference.truncate(scores, truncation)).softmax(-1).cumsum(-1)
+    if truncation is not None:
+        _truncate(scores, truncation, ~greedy)
+    cumulative = scores.softmax(-1).cumsum(-1)
     target = uniform.double() * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     if not math.isfinite(target.sum()):

@@ -144,24 +144,21 @@ def lm_head(hidden: Tensor, weight: Weight, soft_cap: float | None = None) -> Te
 
 
 def truncate(scores: Tensor, truncation: Truncation) -> Tensor:
-    """Write -inf to the scores that each row's truncation leaves out, and return them.  Lesson 02.
+    """Shift each row's largest score to 0, write -inf to those that its truncation leaves out, return them.  Lesson 02.
 
-    scores: [rows, vocab], logits divided by the temperature. Of equal scores the lower ids come first.
+    scores: [rows, vocab], logits divided by the temperature, overwritten. Of equal scores the lower ids come first.
+    Nothing is read back to the host, so that captured steps may call it.
     """
     min_p, top_k, top_p = (each[:, None] for each in truncation)
     scores -= scores.amax(-1, keepdim=True)
     scores.masked_fill_(scores < min_p.to(scores.dtype).log(), -torch.inf)
-    rows = (((top_k > 0) & (top_k < scores.shape[-1])) | (top_p < 1)).nonzero()[:, 0]
-    if len(rows):
-        ranked, order = scores[rows].sort(dim=-1, descending=True, stable=True)
-        top_k, top_p = top_k[rows], top_p[rows]
-        places = torch.arange(scores.shape[-1], device=scores.device)
-        ranked.masked_fill_((places >= top_k) & (top_k > 0), -torch.inf)
-        probabilities = ranked.softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        ranked.masked_fill_((before >= top_p) & (before > 0) & (top_p < 1), -torch.inf)  # the first stays
-        scores[rows] = torch.empty_like(ranked).scatter_(1, order, ranked)
-    return scores
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    ranked.masked_fill_((places >= top_k) & (top_k > 0), -torch.inf)
+    probabilities = ranked.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    ranked.masked_fill_((before >= top_p) & (before > 0) & (top_p < 1), -torch.inf)  # the first stays
+    return scores.scatter_(1, order, ranked)
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Truncation | None = None) -> Tensor:

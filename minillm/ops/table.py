@@ -12,6 +12,7 @@ from dataclasses import fields
 from types import ModuleType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
@@ -19,7 +20,7 @@ from minillm.overrides import OverrideError, Parts, Used, register
 
 from . import reference
 from .compositions import COMPOSITIONS, Compositions
-from .signatures import OPERATIONS, AttentionOptions, Rows
+from .signatures import OPERATIONS, AttentionOptions, Rows, Truncation
 
 # What an attention function that takes tensors gets by keyword.
 OPTION_NAMES = ("max_queries", *(field.name for field in fields(AttentionOptions)))
@@ -59,11 +60,14 @@ class OperationSet(Compositions):
 def _with_options(name: str, function: Callable) -> Callable:
     """Return a user-supplied operation with the engine's signature.
 
+    A function sample(logits, temperature, uniform) gets logits that are -inf where truncation leaves them out.
     An attention function may take tensors in place of `Rows`, and its options as keywords, of which it needs only those
     that the model has: decode_attention(q, cache, block_table, lengths, *, scale), with window=, soft_cap= and rotary=
     if the model has them, and prefill_attention(q, cache, block_table, lengths, query_start, *, max_queries, scale).
-    Raises OverrideError for an attention function with other arguments.
+    Raises OverrideError for such a function with other arguments.
     """
+    if name == "sample":
+        return function if _takes_truncation(function) else _after_truncation(function)
     if name not in ("decode_attention", "prefill_attention") or _takes_rows(name, function):
         return function
 
@@ -76,6 +80,35 @@ def _with_options(name: str, function: Callable) -> Callable:
         return function(*arguments, **more)
 
     return by_keyword
+
+
+def _after_truncation(function: Callable) -> Callable:
+    def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Truncation | None = None) -> Tensor:
+        if truncation is not None:
+            divisor = torch.where(temperature > 0, temperature, 1.0).double()
+            left_out = reference.truncate(logits.double() / divisor[:, None], truncation) == -torch.inf
+            logits = logits.masked_fill(left_out, -torch.inf)
+        return function(logits, temperature, uniform)
+
+    return sample
+
+
+def _takes_truncation(function: Callable) -> bool:
+    """Whether a function in place of `sample` takes four arguments, not three; True if that is unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    for count in (4, 3):
+        try:
+            signature.bind(*range(count))
+            return count == 4
+        except TypeError:
+            pass
+    raise OverrideError(
+        f"sample cannot be a function of ({', '.join(signature.parameters)}): it is called as "
+        "sample(logits, temperature, uniform, truncation), or as sample(logits, temperature, uniform)"
+    )
 
 
 def _takes_rows(name: str, function: Callable) -> bool:
@@ -125,8 +158,6 @@ def on(device: str) -> OperationSet:
 
 @register
 def _sets_here() -> list[Parts]:
-    import torch
-
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else sorted({"cpu", *_sets})
     return [on(device) for device in devices]
 

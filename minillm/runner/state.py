@@ -142,8 +142,9 @@ class SamplingColumns:
         self.biased[row] = bool(bias)
         self.masked[row] = params.grammar is not None
         self.general[row] = params.adjusts_logits
+        greedy = TRUNCATION if params.temperature == 0 else {}  # truncation leaves the likeliest token
         for name, column in self.shaping.items():
-            column[row] = min(getattr(params, name), MOST_K)
+            column[row] = greedy.get(name, min(getattr(params, name), MOST_K))
 
     def of(self, rows: Sequence[int]) -> np.ndarray:
         """The temperature, min_p, top_k and top_p of each row: [n, 4] float32."""

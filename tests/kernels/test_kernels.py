@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -389,6 +390,47 @@ def test_a_forbidden_token_is_never_sampled(device):
     uniform = torch.tensor([0.0, 0.3, 0.999, 1.0 - 2**-24], device=device)
     ids = kernels.sample(logits, torch.ones(4, device=device), uniform)
     assert ids.tolist() == [4700, 4700, 4800, 4800]
+
+
+@pytest.mark.parametrize("forbidden", [-torch.inf, -1e3], ids=["a mask", "no weight"])
+def test_truncation_that_keeps_more_than_is_possible_draws_only_what_is(forbidden, device):
+    """Sums are rounded, so the largest random number may be beyond the sum of all weights."""
+    logits = torch.full((6, 3000), forbidden, device=device)
+    logits[:, :40] = torch.randn(6, 40, device=device)
+    uniform, ones = torch.full((6,), 1.0 - 2**-24, device=device), torch.ones(6, device=device)
+    truncation = Truncation(ones * 0, (ones * 1000).int(), ones)
+    assert kernels.sample(logits, ones, uniform, truncation).max() < 40
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0], ids=str)
+@pytest.mark.parametrize("vocab", [100, 20_000])
+def test_of_equal_logits_as_many_are_kept_as_asked(zero, vocab, device):
+    """In several groups of chunks, too."""
+    kept = vocab // 4
+    uniform = torch.tensor([0.1234, 0.8, 1.0 - 2**-24], device=device)
+    logits, ones = torch.full((3, vocab), zero, device=device), torch.ones(3, device=device)
+    wanted = (uniform * kept).long()
+    for top_k, top_p in ((kept, 1.0), (0, 0.25), (2 * kept, 0.5)):
+        truncation = Truncation(ones * 0, (ones * top_k).int(), ones * top_p)
+        assert kernels.sample(logits, ones, uniform, truncation).equal(wanted), (top_k, top_p)
+
+
+def test_equal_logits_beyond_those_kept_are_not_counted_in_any_chunk(device):
+    kept, vocab = 20_000, 70_000
+    logits, ones = torch.zeros(2, vocab, device=device), torch.ones(2, device=device)
+    logits[:, -1] = math.log(kept)  # as likely as all others that are kept
+    uniform, truncation = torch.tensor([0.45, 0.55], device=device), Truncation(ones * 0, (ones * kept).int() + 1, ones)
+    below, beyond = kernels.sample(logits, ones, uniform, truncation).tolist()
+    assert abs(below - 0.9 * kept) < 10 and beyond == vocab - 1
+
+
+def test_parameters_may_be_columns_of_one_array(device):
+    parameters = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.1]], device=device)
+    temperature, min_p, top_p = parameters.unbind(1)
+    logits, uniform = torch.zeros(3, 100, device=device), torch.full((1,), 0.995, device=device).expand(3)
+    logits[:, 7] = 1e-3
+    ids = kernels.sample(logits, temperature, uniform, Truncation(min_p, torch.zeros_like(min_p).int(), top_p))
+    assert ids.tolist() == [99, 7, 9]
 
 
 SMALL = {

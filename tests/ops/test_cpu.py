@@ -10,6 +10,7 @@ from minillm.kv_cache import LayerCache
 from minillm.model.config import PRESETS
 from minillm.model.decoder import rotary_table
 from minillm.ops import AttentionOptions, Rows, cpu, reference
+from minillm.ops.signatures import Truncation
 from minillm.quantization import DenseWeight
 from tests.chance import SEED
 from tests.kernels.compare import released
@@ -310,6 +311,26 @@ def test_one_random_number_per_row_samples_from_the_distribution(module):
     assert greedy.tolist() == [2, 2] and greedy.dtype == torch.int64
     mixed = module.sample(logits[:2], torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]))
     assert mixed.tolist() == [2, 0]
+
+
+def test_truncated_rows_sample_as_the_reference_next_to_any_others():
+    rows, vocab = 3 * cpu.RANKED_AT_ONCE, 50
+    logits = (torch.randn(rows, vocab) * 2).round()
+    logits[5], logits[6, 3] = -torch.inf, torch.nan
+
+    def column(*values: float) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (rows,))]
+
+    truncation = Truncation(column(0, 0, 0.2, 1), column(0, -1, 1, 7, vocab, 99).int(), column(1, 1, 0.9, 0.01))
+    temperature, uniform = column(0, 0.5, 1), torch.rand(rows)
+    wanted = reference.sample(logits, temperature, uniform, truncation)
+    assert cpu.sample(logits, temperature, uniform, truncation).equal(wanted) and wanted[5] == wanted[6] == -1
+
+
+def test_the_references_sampling_reads_nothing_back_to_the_host():
+    """So a captured step may call it: on this device there is nothing to read."""
+    logits, ones = torch.empty(2, 9, device="meta"), torch.empty(2, device="meta")
+    assert reference.sample(logits, ones, ones, Truncation(ones, ones.int(), ones)).shape == (2,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

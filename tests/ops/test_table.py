@@ -8,6 +8,7 @@ import torch
 import minillm
 from minillm import ops
 from minillm.ops import AttentionOptions, cpu, reference
+from minillm.ops.signatures import Truncation
 from minillm.overrides import OverrideError
 
 pytestmark = pytest.mark.key
@@ -104,6 +105,21 @@ def test_an_attention_override_may_take_the_models_options_as_keywords(operation
         assert getattr(ops.on("cpu"), operation)(torch.ones(2), None, rows, options).equal(torch.ones(2))
     assert seen == {"scale": 0.5, "window": 3} | ({"max_queries": 9} if operation == "prefill_attention" else {})
     assert used.calls[operation] == 1
+
+
+def test_a_sampling_override_may_take_three_arguments_and_then_gets_truncated_logits():
+    def plain(logits, temperature, uniform):
+        return (logits > -torch.inf).sum(-1)
+
+    logits, ones = torch.arange(6.0).repeat(3, 1), torch.ones(3)
+    truncation = Truncation(torch.tensor([0, 1.0, 0]), torch.tensor([3, 0, 0], dtype=torch.int32), ones)
+    with minillm.using(sample=plain) as used:
+        assert ops.on("cpu").sample(logits, ones, ones / 2, truncation).tolist() == [3, 1, 6]
+        assert ops.on("cpu").sample(logits, ones, ones / 2).tolist() == [6, 6, 6]
+    assert used.calls == {"sample": 2} and logits.isfinite().all()
+    refused = pytest.raises(OverrideError, match="sample cannot be a function of .logits.*temperature, uniform, trunc")
+    with refused, minillm.using(sample=lambda logits: logits):
+        pass
 
 
 def test_an_attention_override_may_take_any_options_without_naming_one():

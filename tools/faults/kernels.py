@@ -250,9 +250,30 @@ FAULTS = (
     Fault(
         "all logits equal to the limit stay",
         TRUNCATION,
-        "kept = (x > limit) | (same & (rank <= equals))",
-        "kept = (x > limit) | (same & (rank > 0))",
+        "kept = ((x > limit) | (same & (rank <= equals))) & (weight > 0)",
+        "kept = ((x > limit) | (same & (rank > 0))) & (weight > 0)",
         "tests/kernels/test_kernels.py -k truncation_keeps",
+    ),
+    Fault(
+        "a forbidden token may be drawn where more are kept than are possible",
+        TRUNCATION,
+        "kept = ((x > limit) | (same & (rank <= equals))) & (weight > 0)",
+        "kept = (x > limit) | (same & (rank <= equals))",
+        "tests/kernels/test_kernels.py -k keeps_more_than_is_possible",
+    ),
+    Fault(
+        "the search ends at -0, and 0 is above it",
+        TRUNCATION,
+        "top = tl.max(maxima, 0) + 0.0",
+        "top = tl.max(maxima, 0)",
+        "tests/kernels/test_kernels.py -k of_equal_logits",
+    ),
+    Fault(
+        "equal logits are counted from the first of each group of chunks",
+        TRUNCATION,
+        "                seen += count\n",
+        "",
+        "tests/kernels/test_kernels.py -k beyond_those_kept",
     ),
     Fault(
         "a limit that the sample suggests is taken for the row's",

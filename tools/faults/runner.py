@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "a parameter of 0 leaves the previous request's value in the row",
         STATE,
-        "column[row] = min(getattr(params, name), MOST_K)",
-        "column[row] = min(getattr(params, name), MOST_K) or column[row]",
+        "column[row] = greedy.get(name, min(getattr(params, name), MOST_K))",
+        "column[row] = greedy.get(name, min(getattr(params, name), MOST_K)) or column[row]",
         "tests/runner/test_sampler.py -k request_before",
     ),
     Fault(
