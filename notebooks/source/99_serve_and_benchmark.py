@@ -943,9 +943,9 @@ compare(
 )
 
 # %% [markdown]
-# The floor is near. It is the same engine and the same Python, with a few more calls (18 layers instead of 6), but they
-# disappear behind 10 GB of reading. That is why an engine for large models can be written in Python, and why fewer bits
-# for each weight make such a model faster.
+# The floor is much nearer than with the embedded model. It is the same engine and the same Python, with a few more
+# calls (18 layers instead of 6), but they disappear behind 10 GB of reading. That is why an engine for large models can
+# be written in Python, and why fewer bits for each weight make such a model faster.
 #
 # ## 16 · Everything you wrote, together · 7 min
 #
