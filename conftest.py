@@ -86,7 +86,13 @@ def compare_outputs(item: pytest.Item, outputs: list[dict], committed: list[dict
     return type(item).compare_outputs(item, outputs, committed, skip)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     for item in filter(is_cell, items):
         item.output_timeout = MESSAGE_SECONDS
         if item.path.stem in EVALUATE:

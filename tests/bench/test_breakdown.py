@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from minillm import LLM
 from minillm.bench import breakdown, profiling, roofline, workloads
@@ -135,7 +134,7 @@ def test_the_record_holds_bound_rate_and_ratio_of_each_workload(model_directory,
     assert content["bytes_per_s"] > 0 and any("mixed_100" in line for line in printed[:-1])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none here")
+@pytest.mark.gpu
 @pytest.mark.parametrize("requests", [1, 12])
 def test_on_a_gpu_all_of_the_time_is_accounted_for(requests):
     options = {"workload": ["mixed"], "scale": 8, "requests": requests, "device": "cuda", "quiet": True}

@@ -183,7 +183,7 @@ def test_truncated_samples_match_the_distribution_of_what_is_kept(draw, rng, dev
     assert_sampled(ids, logits, temperature, uniform, truncation)
 
 
-@pytest.mark.skipif(not COMPILED, reason="two caches of more than 2**31 elements need 9 GB of a GPU")
+@pytest.mark.gpu  # two caches of more than 2**31 elements need 9 GB
 def test_blocks_beyond_2_gi_elements_are_addressed_correctly(device):
     blocks, block_size, dim = 2**31 // (16 * 256) + 64, 16, 256
     cache = LayerCache(*(torch.zeros(blocks, block_size, 1, dim, dtype=BF16, device=device) for _ in "kv"))

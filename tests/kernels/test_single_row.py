@@ -126,7 +126,7 @@ def test_attention_of_one_row_and_the_key_and_value_it_writes(heads, kv_heads, d
     (2560, 2048, {"norm": True, "residual": True}), (2048, 2048, {}), (32768, 2048, {"norm": True, "activation": True}),
     (2048, 16384, {}), (40000, 2048, {"norm": True, "residual": True}), (1001, 4096, {"norm": True}), (77, 5000, {}),
 ])  # fmt: skip
-@pytest.mark.skipif(not COMPILED, reason="interpreted, products of this size take minutes: smaller ones run above")
+@pytest.mark.gpu  # interpreted, products of this size take minutes: smaller ones run above
 def test_products_of_gemma_2bs_size(rows, columns, options, dtype, device):
     x, residual = (random_tensor(1, columns, dtype=dtype, device=device) for _ in range(2))
     weight, norm = random_tensor(rows, columns, dtype=dtype, device=device, scale=columns**-0.5), torch.rand(columns)

@@ -114,9 +114,6 @@ def test_a_stream_equals_its_definition_under_any_schedule(options, family):
     assert stats["preemptions"] or options != SCHEDULES["preempted"], "no request was preempted"
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the kernels that rotate keys, compiled")
-
-
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_a_stream_in_a_quantized_cache_equals_its_definition(name, family):
     """Codes are those of unrotated keys; attention rotates what they stand for."""
@@ -129,7 +126,7 @@ def test_a_stream_in_a_quantized_cache_equals_its_definition(name, family):
         assert [each.token_ids for each in done] == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_stream_in_float32_is_close_to_its_definition(device, family):
     """As a prompt, in chunks, and generated up to the first near-tie."""
     path, expected = family
