@@ -28,6 +28,7 @@ def test_the_first_screen_has_the_picture_and_the_commands_the_learners_first():
     screen = "\n".join(README.splitlines()[:20])
     assert "(docs/at_work.svg)" in screen
     assert re.findall(r"^make (\w+) ", screen, re.MULTILINE) == ["lab", "demo", "test"]
+    assert re.search(r"^```\ngit clone \w+ minillm && cd minillm .*\nmake lab ", screen, re.MULTILINE)
 
 
 def test_the_hours_of_the_course_are_those_of_its_lessons():
