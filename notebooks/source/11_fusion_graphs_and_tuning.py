@@ -18,6 +18,7 @@ import numpy as np
 
 from minillm.bench import plots, records
 from minillm.course import NotSolvedYet, check, compare, describe, solved
+from minillm.course.lesson_11 import ablation
 from minillm.course.lesson_11.graph_sizes import padded_ms
 from minillm.course.shared import kernel_pictures as draw
 from minillm.course.shared.launches import five_launches, least_us, one_layer
@@ -183,14 +184,19 @@ else:
 # launch with each new key and keeps the fastest. The price: the first request of each new size waits until all of them
 # are compiled and measured, and noise may change the choice from run to run. (It needs a GPU.)
 #
-# `minillm build` measures beforehand instead: on *this* GPU, with *this* model's sizes, for the traffic that you
-# expect. While it measures steps, it notes which launches their kernels look up, and tunes those of attention and, in
-# the step for one request, of products with unquantized weights. GeGLU looks up nothing and keeps its default. `build`
-# times the winner and the default twice, and the winner must beat the default by 2% in both timings
-# (`minillm/tuning/trials.py`). Then it measures whole decode steps with the winners, and drops those that do not help
-# there. (Prefill attention, which decode steps do not run, needs no such test.) The result is a plan file. Before each
-# launch, a kernel with a choice looks up its *problem*: its name, sizes and dtype. In the next listing, see what
-# happens if there is no entry. (`asked` only serves the tuner, which has to know what a step looks up.)
+# `minillm build` measures ahead of time instead: on *this* GPU, with *this* model's sizes, for the traffic that you
+# expect. It works in three stages.
+#
+# 1. It runs the model's steps and notes which launch configurations their kernels look up: those of attention and, for
+#    a single request, those of products with unquantized weights. (GeGLU looks up nothing and keeps its default.)
+# 2. It times several configurations of each. To replace the default, the fastest one must beat it by 2% in two
+#    separate timings (`minillm/tuning/trials.py`).
+# 3. It times whole decode steps with the winners, and drops those that do not help there. (Prefill attention is exempt,
+#    because decode steps do not run it.)
+#
+# The result is a plan file. An engine that runs with a plan looks up each launch in it by its *problem*: the kernel's
+# name, the sizes, and the dtype. In the next listing, see what happens if the plan has no entry. (`asked` is there for
+# the tuner: it collects what is looked up in the first stage.)
 
 # %%
 # ENGINE: minillm.kernels.launch_configs:tuned
@@ -245,12 +251,12 @@ for each in build["results"]:
 # launched one by one?
 
 # %%
-ablation = records.read("h200/ablation")
+settings = ablation.read("h200/ablation")
 tokens_per_s = {
     (row["group"], row["name"], row["requests"]): row["output_tokens_per_s"]
-    for row in ablation["results"]
+    for row in settings["results"]
 }
-with_graphs = tokens_per_s["fusion", "a kernel an operation", 1]
+with_graphs = tokens_per_s["fusion", "a kernel per operation", 1]
 print(f"one request, decode steps in graphs: {with_graphs:.0f} tokens/s")
 
 # %% tags=["exercise"]
@@ -282,7 +288,8 @@ print(
 def queued(launched_us: list[float], kernel_us: list[float]) -> list[tuple[float, float]]:
     """(start, end) of each kernel.
 
-    launched_us: when the CPU has put each into the queue, in order; kernel_us: how long each runs.
+    launched_us: when the CPU has put each into the queue; kernel_us: how long each runs. They run in
+    the order of these lists.
     """
     # SOLUTION: walk through the kernels, and remember when the last one ended
     end, times = 0.0, []
@@ -487,7 +494,7 @@ describe(
 
 # %%
 head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
-names = ("plain torch", "a kernel an operation", "five launches a layer")
+names = ("plain torch", "a kernel per operation", "five launches per layer")
 best_us = {name: sum(us for *_, us in lane) for name, lane in zip(names, ways.values())}
 most = {name: 1e6 / (gemma.num_layers * us + head_us) for name, us in best_us.items()}
 rates = {name: tokens_per_s["fusion", name, 1] for name in names}
@@ -508,11 +515,11 @@ guess_share = 60.0  # PREDICT: measured speed of plain torch, in percent of its 
 torchs = 100 * rates["plain torch"] / most["plain torch"]
 compare("plain torch", unit="% of its bound", prediction=guess_share, measured=torchs)
 
-print(f"\n{'microseconds per layer':<22} at best  measured  lost  share of own bound")
+print(f"\n{'microseconds per layer':<23} at best  measured  lost  share of own bound")
 for name in names:
     took_us = (1e6 / rates[name] - head_us) / gemma.num_layers
     lost, share = took_us - best_us[name], rates[name] / most[name]
-    print(f"{name:<22} {best_us[name]:7.1f} {took_us:9.1f} {lost:5.1f} {share:13.1%}")
+    print(f"{name:<23} {best_us[name]:7.1f} {took_us:9.1f} {lost:5.1f} {share:13.1%}")
 
 # %% [markdown]
 # Plain torch reaches about the same share of its own bound as one kernel per operation, although it is by far the
@@ -527,7 +534,7 @@ for name in names:
 
 # %%
 for name in names:
-    print(f"{name:<22} {rates[name] / most[fused]:.0%} of the bound of five launches")
+    print(f"{name:<23} {rates[name] / most[fused]:.0%} of the bound of five launches")
 attention_us = 1e3 * kernels["decode_attention", 1]["ms"]
 print(f"attention for one row: {attention_us:.1f} µs, at best {2 * shortest_us:.1f} µs")
 
@@ -552,12 +559,12 @@ RAN = {
         "prompts": "one by one",
         "layer": "torch, line by line",
     },
-    "a kernel an operation": {
+    "a kernel per operation": {
         "decode steps": "graph",
         "prompts": "one by one",
         "layer": "11 launches",
     },
-    "five launches a layer": {
+    "five launches per layer": {
         "decode steps": "graph",
         "prompts": "one by one",
         "layer": "5 launches",
@@ -596,7 +603,7 @@ speed = {name: rate for (_, name, requests), rate in tokens_per_s.items() if req
 if solved(fair_pairs):
     for first, second, fact in fair_pairs(RAN):
         gain = speed[second] / speed[first]
-        print(f"{fact:<13} {first:>21} -> {second:<21} {gain:.2f} times")
+        print(f"{fact:<13} {first:>23} -> {second:<23} {gain:.2f} times")
 else:
     print("fair_pairs is not solved yet")
 print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
@@ -608,7 +615,7 @@ print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
 # because a step has more work per launch:
 
 # %%
-plots.ablation(ablation, groups=["CUDA graphs", "fusion"])
+plots.ablation(settings, groups=["CUDA graphs", "fusion"])
 describe(
     "Horizontal bars of tokens per second for one and for 256 requests, as a share of the best."
     " Without graphs one request reaches about a sixth and 256 requests about half; fusion helps"
@@ -617,7 +624,7 @@ describe(
 
 # %% [markdown]
 # ("Decodes alone" has decode steps in graphs and launches prompts kernel by kernel; for one request it is the same
-# setting as "five launches a layer". Five launches exist for one request only: with more rows, a matrix product uses
+# setting as "five launches per layer". Five launches exist for one request only: with more rows, a matrix product uses
 # each weight several times, and needs tiles for that.)
 #
 # ## 7 · From a model to a TensorRT engine · 8 min

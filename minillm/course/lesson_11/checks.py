@@ -162,12 +162,15 @@ def _(function):
 
 
 @queued.property(
-    "a whole graph is launched at once", "equal times in launched_us are fine: the kernels still run in order"
+    "a whole graph is launched at once", "equal times in launched_us are fine: kernels run in the order of the lists"
 )
 def _(function):
     _same(_times(function, [7.0] * 3, [1.0, 2.0, 3.0]), [(7.0, 8.0), (8.0, 10.0), (10.0, 13.0)], "launched at 7, 7, 7")
     found = _times(function, [7.0] * 3, [3.0, 1.0, 2.0])
     _same(found, [(7.0, 10.0), (10.0, 11.0), (11.0, 13.0)], "launched at 7, 7, 7; lengths 3, 1, 2")
+    found = _times(function, [5.0, 1.0, 3.0], [2.0, 4.0, 1.0])
+    what = "launched at 5, 1, 3; lengths 2, 4, 1 (in the order of the lists: do not sort)"
+    _same(found, [(5.0, 7.0), (7.0, 11.0), (11.0, 12.0)], what)
     found, ends = _times(function, [7.0] * 198, [1.0] * 198), [8.0 + place for place in range(198)]
     assert len(found) == 198, f"198 kernels: got {len(found)} times"
     _same(found[-2:], [(end - 1.0, end) for end in ends[-2:]], "the last 2 of 198 kernels launched at 7, of 1 each")

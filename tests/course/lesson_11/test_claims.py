@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from minillm.bench import records
+from minillm.course.lesson_11 import ablation
 from minillm.course.making import build
 from minillm.course.shared.launches import ATTENTION, PRODUCT, five_launches, least_us, one_layer
 from minillm.model.config import PRESETS
@@ -25,7 +26,7 @@ runpy.run_path(sys.argv[1])
 @pytest.fixture(scope="module")
 def speed():
     """(setting, requests) -> tokens/s of `minillm bench ablation`."""
-    rows = records.read("h200/ablation")["results"]
+    rows = ablation.read("h200/ablation")["results"]
     return {(row["name"], row["requests"]): row["output_tokens_per_s"] for row in rows}
 
 
@@ -78,7 +79,7 @@ def test_what_section_2_says_about_tiles(tiles, measured, speed):
 
 
 def test_what_section_3_says_about_launches(speed):
-    without, graphs = 1e3 / speed["off", 1], 1e3 / speed["a kernel an operation", 1]
+    without, graphs = 1e3 / speed["off", 1], 1e3 / speed["a kernel per operation", 1]
     solved("11").says(
         f"The measured speed with graphs means {graphs:.1f} ms per token",
         f"the same kernels need at most {graphs:.1f} ms per token",
@@ -102,7 +103,7 @@ def test_what_section_5_says_about_bounds(speed):
     """Half of the time that plain torch takes longer than five launches at best is in its own bound."""
     bytes_per_s = records.read("h200/roofline")["bytes_per_s"]
     shortest_us = 1e3 * min(row["ms"] for row in records.read("h200/kernels")["results"])
-    plain, single, five = "plain torch", "a kernel an operation", "five launches a layer"
+    plain, single, five = "plain torch", "a kernel per operation", "five launches per layer"
     ways = {
         plain: one_layer(GEMMA, 1, 256, fused=False),
         single: one_layer(GEMMA, 1, 256, fused=True),

@@ -294,6 +294,17 @@ def sorted_pairs(launched_us, kernel_us):
     return found
 
 
+@wrong("queued", fails="a whole graph is launched at once")
+def sorted_launches(launched_us, kernel_us):
+    return list(_in_turn(sorted(launched_us), kernel_us))
+
+
+@wrong("queued", fails="a whole graph is launched at once")
+def kernels_in_the_order_of_their_launches(launched_us, kernel_us):
+    order = sorted(range(len(launched_us)), key=launched_us.__getitem__)  # equal ones keep their order
+    return list(_in_turn([launched_us[place] for place in order], [kernel_us[place] for place in order]))
+
+
 # ---- which batch sizes to capture
 
 
