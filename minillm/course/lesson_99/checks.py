@@ -131,6 +131,18 @@ def _(function):
 pooled_percentile = Exercise("pooled_percentile", seconds=LIMIT)
 
 
+def _rounded_up(p: int, n: int) -> str:
+    """A way to write p n / 100, a whole number, that comes out larger in floating point; and what it is."""
+    ways = {
+        f"{p} / 100 * {n}": p / 100 * n,
+        f"{n} / 100 * {p}": n / 100 * p,
+        f"{p} * 0.01 * {n}": p * 0.01 * n,
+        f"{p} / (100 / {n})": p / (100 / n),
+        f"{n} / (100 / {p})": n / (100 / p),
+    }
+    return next(f"{way} is {value!r}" for way, value in ways.items() if value > p * n // 100)
+
+
 @pooled_percentile.example
 def _(function):
     found = function([[10.0, 20.0, 30.0]], 50)
@@ -160,11 +172,15 @@ def _(function):
                 raise AssertionError(f"p{p} of {n} value{'s' * (n > 1)} is number {rank}, which exists") from None
             if found in ranked:  # whether it is a gap at all is for the property above
                 assert found == rank, f"p{p} of {n} values is number {p * n / 100:g}, rounded up: {rank}, not {found:g}"
-    for p, n in ((55, 100), (7, 100), (28, 25)):
-        found = function([[float(i) for i in range(1, n + 1)]], p)
-        assert found != 1 + p * n // 100, (
-            f"p{p} of {n} values is number {p * n // 100} exactly, not {found:g}: multiply before you divide, since "
-            f"{p} / 100 * {n} is {p / 100 * n!r} (np.percentile divides first, too)"
+    for p, n in ((55, 100), (7, 100), (28, 25), (100, 7), (50, 14), (70, 20), (100, 29), (58, 50)):
+        rank, ranked = p * n // 100, [float(i) for i in range(1, n + 1)]
+        try:
+            found = function([ranked], p)
+        except IndexError:  # of the largest value
+            found = rank + 1.0
+        assert found != rank + 1, (
+            f"p{p} of {n} values is number {rank} exactly, not {rank + 1}: multiply before you divide, since "
+            f"{_rounded_up(p, n)} (np.percentile divides first, too)"
         )
     for share, n, rank in ((12.5, 200, 25), (99.5, 200, 199), (99.9, 995, 995), (99.999, 99_999, 99_999)):
         ranked = [float(i) for i in range(1, n + 1)]

@@ -168,6 +168,30 @@ def divides_first(gaps, p):
     return ranked[math.ceil(p / 100 * len(ranked)) - 1]
 
 
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def divides_the_count_first(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    return ranked[math.ceil(len(ranked) / 100 * p) - 1]
+
+
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def multiplies_by_a_hundredth_first(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    return ranked[math.ceil(p * 0.01 * len(ranked)) - 1]
+
+
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def divides_by_a_hundred_over_the_count(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    return ranked[math.ceil(p / (100 / len(ranked))) - 1]
+
+
+@wrong("pooled_percentile", fails="the rank is p n / 100, rounded up, counting from 1")
+def divides_by_a_hundred_over_p(gaps, p):
+    ranked = sorted(gap for each in gaps for gap in each)
+    return ranked[math.ceil(len(ranked) / (100 / p)) - 1]
+
+
 @wrong("pooled_percentile", fails="the result is one of the gaps")
 def interpolates(gaps, p):
     ranked = sorted(gap for each in gaps for gap in each)
