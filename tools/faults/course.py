@@ -288,7 +288,7 @@ FAULTS = (
     Fault(
         "lesson 99 takes what was saved, not what its notebook has defined since",
         "minillm/course/grading/earlier.py",
-        "read[LAST] = Notebook(current, {})",
+        'read[LAST] = Notebook("this notebook", current)',
         "pass",
         "tests/course/grading/test_earlier.py -k current_notebook",
     ),

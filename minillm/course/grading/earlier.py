@@ -8,8 +8,9 @@ exercise's cell. A part is taken if it passes the check of its exercise; otherwi
 """
 
 import ast
+import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from . import submission
 from .submission import Names
 
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+_DEFINED = re.compile(r"^(?:def|class) +(\w+)", re.MULTILINE)
 RAISED = "it raised "  # begins what `checks` says of an exception
 LAST = "99"
 
@@ -37,10 +39,14 @@ def definitions(cells: Sequence[str], name: str, exercises: Collection[int] = ()
     """What cells of code define, and the errors of definitions that failed, by the names that they would have bound.
 
     name: of the lesson, for error messages. exercises: the numbers, from 0, of exercises' cells; assignments to names
-    are kept there too, since a solution may need them. A cell that is not Python is left out.
+    are kept there too, since a solution may need them. A cell that is not Python is left out, with an error for each
+    function and class that it would have defined.
     """
-    every, _ = submission.statements(cells, name)
-    return submission.run([each for each in every if _defines(each.node, each.cell in exercises)], name)
+    every, broken = submission.statements(cells, name)
+    names, errors = submission.run([each for each in every if _defines(each.node, each.cell in exercises)], name)
+    for cell, error in broken.items():
+        errors |= dict.fromkeys(_DEFINED.findall(cell), f"its cell is not Python: {error.msg}")
+    return names, errors
 
 
 def _defines(node: ast.stmt, in_exercise: bool) -> bool:
@@ -72,10 +78,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Notebook:
-    """names: what a notebook defines. errors: why a definition failed, by the name that it would have bound."""
+    """What a notebook defines.
 
-    names: Names
-    errors: dict[str, str]
+    file: its name. names: what it defines. errors: why a definition failed, by the name that it would have bound.
+    problem: why it cannot be read, with the way out.
+    """
+
+    file: str
+    names: Names = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,16 +118,16 @@ def written(current: Names | None = None, folder: Path | None = None) -> Written
     triton = has_triton()
     plain: dict[str, Callable] = {}
     kernels: dict[str, Callable] = {}
-    whose, read = {}, dict[str, Notebook | None]()
+    whose, read = {}, dict[str, Notebook]()
     if current is not None and any(name in current for part in PARTS if part.lesson == LAST for name in part.exercises):
-        read[LAST] = Notebook(current, {})
+        read[LAST] = Notebook("this notebook", current)
     for part in PARTS:
         if part.lesson not in read and (triton or not part.needs_triton):
             read[part.lesson] = _read(folder, part.lesson)
-        notebook = read.get(part.lesson)
-        problem = "triton does not run here" if part.needs_triton and not triton else _problem(part, notebook)
-        if problem is None and notebook is not None:
-            (kernels if part.needs_triton else plain).update(part.adapt(notebook.names))
+        runs = triton or not part.needs_triton
+        problem = _problem(part, read[part.lesson]) if runs else "triton does not run here"
+        if problem is None:
+            (kernels if part.needs_triton else plain).update(part.adapt(read[part.lesson].names))
         whose[f"{part.what} (lesson {part.lesson})"] = "yours" if problem is None else f"the engine's: {problem}"
     quantizer = {name: plain.pop(name) for name in ("gptq",) if name in plain}
     plain |= _policy(plain.pop("order", None), plain.pop("share", None))
@@ -131,28 +143,31 @@ def has_triton() -> bool:
     return True
 
 
-def _read(folder: Path, lesson: str) -> Notebook | None:
-    """What a lesson's notebook defines; None if it is not there, or is no notebook."""
+def _read(folder: Path, lesson: str) -> Notebook:
+    """What a lesson's notebook defines."""
     path = min(folder.glob(f"{lesson}_*.ipynb"), key=lambda path: len(path.name), default=None)  # copies are longer
     if path is None:
-        return None
+        name = f"{lesson}_*.ipynb"
+        return Notebook(name, problem=f"no {name} next to this notebook; copy yours here, and run this cell again")
     try:
         cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     except Exception:  # nbformat raises many kinds
-        return None
+        said = f"{path.name} is not a notebook that can be read; save it again from Jupyter, or copy a backup here"
+        return Notebook(path.name, problem=said)
     exercises = {place for place, cell in enumerate(cells) if "exercise" in cell.metadata.get("tags", [])}
-    return Notebook(*definitions([cell.source for cell in cells], path.stem, exercises))
+    return Notebook(path.name, *definitions([cell.source for cell in cells], path.stem, exercises))
 
 
-def _problem(part: Part, notebook: Notebook | None) -> str | None:
+def _problem(part: Part, notebook: Notebook) -> str | None:
     """Why a part cannot be taken, in a few words; None if it can."""
-    if notebook is None:
-        return "no readable notebook of that lesson here"
+    if notebook.problem is not None:
+        return notebook.problem
     for exercise in part.exercises:
         candidate = notebook.names.get(exercise)
         if candidate is None:
             error = notebook.errors.get(exercise)
-            return f"{exercise} is not defined there" + (f": {_advised(error)}" if error else "")
+            said = f"{exercise} is not defined in {notebook.file}"
+            return f"{said}: {_advised(error)}" if error else f"{said}; write it there, save, and run this cell again"
         if not all(solved(each) for each in (candidate, notebook.names.get(f"{exercise}_kernel", abs))):
             return f"{exercise} is not solved yet"
         try:

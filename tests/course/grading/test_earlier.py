@@ -62,8 +62,11 @@ def test_a_right_function_is_taken_and_runs_in_the_engine(tmp_path, only_merges)
         ([WRONG], "bpe_merge fails its check"),
         ([STUB], "bpe_merge is not solved yet"),
         ([RIGHT, STUB], "bpe_merge is not solved yet"),  # the later cell counts, as in the notebook
-        (["x = 1"], "bpe_merge is not defined there"),
-        ([RIGHT.replace("(symbols, ranks)", "(symbols, ranks")], "bpe_merge is not defined there"),  # not Python
+        (["x = 1"], "bpe_merge is not defined in 01_tokenization.ipynb; write it there, save, and run this cell again"),
+        (
+            [RIGHT.replace("(symbols, ranks)", "(symbols, ranks")],
+            "bpe_merge is not defined in 01_tokenization.ipynb: its cell is not Python: '(' was never closed",
+        ),
     ],
 )
 def test_what_is_wrong_or_missing_is_left_to_the_engine(tmp_path, only_merges, cells, problem):
@@ -77,7 +80,14 @@ def test_a_notebook_that_is_not_there_or_cannot_be_read(tmp_path, only_merges, t
     if text is not None:
         (tmp_path / "01_tokenization.ipynb").write_text(text, encoding="utf-8")
     found, whom = whose(tmp_path)
-    assert whom == "the engine's: no readable notebook of that lesson here" and found.parts == {}
+    assert found.parts == {}
+    if text is None:
+        problem = "no 01_*.ipynb next to this notebook; copy yours here, and run this cell again"
+    else:
+        problem = (
+            "01_tokenization.ipynb is not a notebook that can be read; save it again from Jupyter, or copy a backup"
+        )
+    assert whom.startswith(f"the engine's: {problem}")
 
 
 def test_copies_of_a_notebook_do_not_count(tmp_path, only_merges):
@@ -142,7 +152,8 @@ def test_a_variable_that_was_not_read_is_named_with_the_way_out(tmp_path, only_m
 def test_a_definition_that_failed_says_why(tmp_path, only_merges):
     notebook(tmp_path, "01_tokenization.ipynb", RIGHT.replace("symbols, ranks)", "symbols, ranks, far=far)"))
     text = whose(tmp_path)[1]
-    assert text.startswith("the engine's: bpe_merge is not defined there: NameError: name 'far' is not defined")
+    said = "the engine's: bpe_merge is not defined in 01_tokenization.ipynb: NameError: name 'far' is not defined"
+    assert text.startswith(said)
 
 
 def test_another_exception_is_named_without_that_advice(tmp_path, only_merges):
