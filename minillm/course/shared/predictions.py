@@ -3,14 +3,14 @@
 import math
 from numbers import Real
 
-_compared: dict[str, tuple[float, float, str]] = {}  # what: predicted, measured, unit
+_compared: dict[str, tuple[float, float | None, str]] = {}  # what: predicted, measured, unit
 
 
 def compare(
     what: str,
     *,
     unit: str,
-    measured: float,
+    measured: float | None,
     prediction: float | None = None,
     floor: float | None = None,
     most: float | None = None,
@@ -18,6 +18,7 @@ def compare(
     """Print one line with the prediction, this machine's limit and the measurement, all in `unit`.  Lesson 00.
 
     floor: the lower bound. most: the upper bound; for a rate (a unit that ends in "/s"), `floor` is the upper bound.
+    measured: None if there is no result, for example because what was to be measured failed.
     """
     if unit.endswith("/s") and most is None:
         floor, most = None, floor
@@ -34,10 +35,10 @@ def compare(
         words.append(f"floor {_with_unit(floor, unit)},")
     if most is not None:
         words.append(f"at most {_with_unit(most, unit)},")
-    words.append(f"measured {_with_unit(measured, unit)}")
-    if floor:
+    words.append("not measured" if measured is None else f"measured {_with_unit(measured, unit)}")
+    if floor and measured is not None:
         words.append(f"({measured / floor:.1f} times the floor)")
-    if most:
+    if most and measured is not None:
         words.append(f"({measured / most:.0%} of what is possible)")
     print(" ".join(words))
 
@@ -50,6 +51,9 @@ def look_back() -> str:
     lines = [f"{'':{width}}{'predicted':>11}{'measured':>11}"]
     for what, (predicted, measured, unit) in sorted(_compared.items(), key=lambda each: -_factor(*each[1][:2])):
         off = _factor(predicted, measured)
+        if measured is None:
+            lines.append(f"{what:{width}}{_short(predicted):>11}{'-':>11}  {unit}: not measured")
+            continue
         if predicted == measured or 0 < off < 1.05:
             said = "as measured"
         elif off:
@@ -60,9 +64,11 @@ def look_back() -> str:
     return "\n".join(lines)
 
 
-def _factor(predicted: float, measured: float) -> float:
+def _factor(predicted: float, measured: float | None) -> float:
     """How many times as large one of them is as the other; 0 if there is no such number."""
-    return max(predicted / measured, measured / predicted) if 0 < predicted < math.inf and measured > 0 else 0.0
+    if measured is None or measured <= 0 or not 0 < predicted < math.inf:
+        return 0.0
+    return max(predicted / measured, measured / predicted)
 
 
 def _with_unit(value: float, unit: str) -> str:

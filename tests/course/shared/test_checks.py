@@ -345,6 +345,8 @@ def test_yours_returns_the_learners_class_or_the_engines_if_a_method_is_a_stub()
         ({"measured": 3.0}, "no prediction, measured 3 ms"),
         ({"measured": 5.0, "most": 8.0}, "no prediction, at most 8 ms, measured 5 ms (62% of what is possible)"),
         ({"measured": 1.0, "floor": 2.0}, "no prediction, floor 2 ms, measured 1 ms (0.5 times the floor)"),
+        ({"measured": None, "prediction": 3, "floor": 2.0}, "predicted 3 ms, floor 2 ms, not measured"),
+        ({"measured": None, "most": 2.0}, "no prediction, at most 2 ms, not measured"),
     ],
 )
 def test_a_prediction_is_printed_with_bound_and_measurement(numbers, said, capsys):
@@ -360,6 +362,7 @@ def test_predictions_are_looked_back_on_the_farthest_off_first(monkeypatch, caps
     compare("kept", unit="%", measured=50.3, prediction=50)
     compare("loss", unit="points", measured=-0.2, prediction=1)
     compare("none", unit="ms", measured=1.0)
+    compare("failed", unit="ms", measured=None, prediction=7)
     compare("taken back", unit="ms", measured=1.0, prediction=5)
     compare("taken back", unit="ms", measured=1.0)
     compare("word", unit="ms", measured=1.0, prediction="1 ms")
@@ -370,6 +373,7 @@ def test_predictions_are_looked_back_on_the_farthest_off_first(monkeypatch, caps
         ["a", "20", "10", "ms:", "too", "high", "by", "a", "factor", "of", "2.0"],
         ["kept", "50", "50.3", "%:", "as", "measured"],
         ["loss", "1", "-0.2", "points:", "no", "factor:", "one", "of", "the", "two", "is", "not", "above", "0"],
+        ["failed", "7", "-", "ms:", "not", "measured"],
     ]
 
 
