@@ -25,6 +25,7 @@ LAYERS = (
         "course",
         "report",
         "tuning",
+        "deploy",
         "server",
         "from_vllm",
         "bench",

@@ -1,0 +1,57 @@
+"""Faults in routing and replicas."""
+
+from . import Fault
+
+ROUTER = "minillm/deploy/router.py"
+TESTS = "tests/deploy/test_router.py"
+FAULTS = [
+    Fault(
+        "the router ignores the load",
+        ROUTER,
+        "each.prompt - each.cached + LOAD * each.load, each.load)",
+        "each.prompt - each.cached, each.load)",
+        TESTS,
+    ),
+    Fault(
+        "the router forgets what ended requests leave in the cache",
+        ROUTER,
+        "if replica.requests else 0.0  # no rest of rounding\n            replica.use(keys)",
+        "if replica.requests else 0.0  # no rest of rounding",
+        TESTS,
+    ),
+    Fault(
+        "suffixes outlive their prefixes in the router's idea of a cache",
+        ROUTER,
+        "for key in reversed(keys):",
+        "for key in keys:",
+        TESTS,
+    ),
+    Fault(
+        "the router counts cached blocks behind one that is missing",
+        ROUTER,
+        "                break\n            count += 1",
+        "                continue\n            count += 1",
+        TESTS,
+    ),
+    Fault(
+        "requests of other routers are no load",
+        ROUTER,
+        "load = replica.load + others * self._answer",
+        "load = replica.load",
+        TESTS,
+    ),
+    Fault(
+        "a replica's load never falls",
+        ROUTER,
+        "replica.load = replica.load - routed.work if replica.requests else 0.0",
+        "replica.load = replica.load if replica.requests else 0.0",
+        TESTS,
+    ),
+    Fault(
+        "simulated users share their prefixes",
+        "minillm/deploy/simulation.py",
+        "limit, options = talk.prompt + len(talk.turn.answer), RequestOptions(cache_salt=talk.conversation.salt)",
+        "limit, options = talk.prompt + len(talk.turn.answer), RequestOptions()",
+        "tests/deploy/test_simulation.py",
+    ),
+]
