@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, Explained
 from ..shared.differences import assert_near, text
 
 SECONDS = 10.0  # a tenth of a second is enough
@@ -47,6 +47,8 @@ def _double(tensor: Tensor, shape: tuple[int, int], name: str) -> Tensor:
 
 def _by_rows(function: Callable, weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     codes, scales = _results(function, "codes, scales", weight.clone(), bits)
+    if scales.dtype == torch.int8 and codes.is_floating_point():
+        raise Explained("it returns the scales first: codes come first, then scales")
     return _double(codes, (len(weight), weight.shape[1]), "codes"), _double(scales, (len(weight), 1), "scales")
 
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from minillm.overrides import NotSolvedYet
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, Explained
 from ..shared.differences import assert_near
-from .weight_formats import largest_tensor
+from .weight_formats import tensors_made
 
 SECONDS = 10.0
 CODES = [-2, 7, -8, 3]
@@ -36,7 +36,7 @@ def _bytes(function: Callable, codes: Tensor) -> Tensor:
     assert isinstance(got, Tensor), f"it must return a tensor, not {type(got).__name__}"
     shape = [len(codes), codes.shape[1] // 2]
     assert got.numel() == shape[0] * shape[1], (
-        f"codes {list(codes.shape)}: the result is {list(got.shape)}, not {shape}"
+        f"codes of the shape {list(codes.shape)}: the result has the shape {list(got.shape)}, not {shape}"
     )
     return got.long().reshape(shape) % 256
 
@@ -44,7 +44,12 @@ def _bytes(function: Callable, codes: Tensor) -> Tensor:
 @packing.example
 def _(function):
     got = _bytes(function, torch.tensor([CODES], dtype=torch.int8))[0].tolist()
-    assert got == [246, 176], f"codes {CODES}: expected the bytes [246, 176], got {got}"
+    said = f"codes {CODES}: expected the bytes [246, 176], got {got}"
+    if got == [111, 11]:
+        raise Explained(f"{said}: the first code of a pair belongs in the low half, the second in the high half")
+    if got == [6, 191]:
+        raise Explained(f"{said}: a pair are neighbors, codes 2 j and 2 j + 1, not codes j and j + 2")
+    assert got == [246, 176], said
 
 
 @packing.property(
@@ -128,6 +133,12 @@ def _(function):
     scales, zeros = torch.tensor([[0.1, 0.5]]).double(), torch.tensor([[1, -3]], dtype=torch.int8)
     got = function(x, _packed(codes), scales, zeros)
     assert isinstance(got, Tensor) and got.numel() == 1, "one token and one output: expected a tensor of one number"
+    with_zeros_of_0 = function(x, _packed(codes), scales, torch.zeros_like(zeros)).flatten()[0]
+    if abs(got.flatten()[0] + 0.7) > 1e-6 and abs(with_zeros_of_0 + 3.4) < 1e-6:
+        raise Explained(
+            f"the example: expected -0.7, got {got.flatten()[0]:.6g}. With zero points of 0 it is right (-3.4), so the "
+            "zero points' part is wrong: it is subtracted, for each group, and takes the scale, too"
+        )
     assert_near(got.flatten()[0], torch.tensor(-0.7, dtype=torch.float64), "the example", absolute=1e-6)
 
 
@@ -187,11 +198,15 @@ def _(function):
 )
 def _(function):
     for tokens in (1, 12):  # 12: more than groups, and few enough for a result of each group
-        largest, matrix = largest_tensor(function, *_case(tokens, 64, 8, 16)), 64 * 8 * 16
+        (largest, _), matrix = tensors_made(function, *_case(tokens, 64, 8, 16)), 64 * 8 * 16
         assert largest < matrix, (
             f"a matrix of 64 x {8 * 16} = {matrix:,} weights in 8 groups, tokens: {tokens}: "
             f"a tensor of {largest:,} elements was made"
         )
+    (largest, most), matrix = tensors_made(function, *_case(1, 64, 32, 16)), 64 * 32 * 16
+    where = f"a matrix of 64 x {32 * 16} = {matrix:,} weights in 32 groups"
+    assert largest < matrix / 2, f"{where}: a tensor of {largest:,} elements was made"
+    assert most < matrix / 2, f"{where}: tensors of {most:,} elements were there at a time: forget each group's"
 
 
 @product.property(

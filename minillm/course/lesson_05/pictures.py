@@ -68,7 +68,8 @@ def histogram(values: Sequence[float] | np.ndarray, bits: Sequence[int]) -> None
         axis.bar(middles[~zero], counts[~zero], edges[1] - edges[0], color=COLORS[0], label="other levels")
         axis.bar(middles[zero], counts[zero], edges[1] - edges[0], color=COLORS[4], label="rounds to 0")
         for level in range(-top, top + 1):
-            axis.axvline(level / top, color=INK, linewidth=0.8, linestyle="--")
+            label = "levels" if level == 0 else None
+            axis.axvline(level / top, color=INK, linewidth=0.8, linestyle="--", label=label)
         share = np.mean(np.abs(np.asarray(values)) * top < 0.5)
         axis.set(title=f"{each} bits: {share:.0%} round to 0", xlabel="weight / largest of its row")
         axis.spines[["top", "right"]].set_visible(False)

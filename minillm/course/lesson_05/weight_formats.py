@@ -6,6 +6,7 @@ with weight_formats.weights(llm, {"layers.*": RoundedBy(Int8(), mine)}):
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -334,30 +335,42 @@ def _dense(weight: Weight) -> Weight:
     return found
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor that an operation has made."""
+class _Made(TorchDispatchMode):
+    """Remembers the largest tensor that an operation has made, and the most elements that were kept at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.largest = self.most = self.kept = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for each in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(each, Tensor) and not _is_view(func):
-                self.numel = max(self.numel, each.numel())
+            if isinstance(each, Tensor) and not _is_old(func):
+                self.largest = max(self.largest, each.numel())
+                self.kept += each.numel()
+                self.most = max(self.most, self.kept)
+                weakref.finalize(each, self._freed, each.numel())
         return out
 
+    def _freed(self, numel: int) -> None:
+        self.kept -= numel
 
-def _is_view(func: Any) -> bool:
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+
+def _is_old(func: Any) -> bool:
+    """Whether an operation's result is a view, or a tensor that it has changed."""
+    return any(each.alias_info is not None for each in func._schema.returns)
+
+
+def tensors_made(function: Callable, *given: Any) -> tuple[int, int]:
+    """Elements of the largest tensor that a call makes, and the most that it keeps at a time, without views."""
+    with _Made() as seen:
+        function(*given)
+    return seen.largest, seen.most
 
 
 def largest_tensor(function: Callable, *given: Any) -> int:
     """Elements of the largest tensor that a call makes; views of what was there do not count."""
-    with _Largest() as seen:
-        function(*given)
-    return seen.numel
+    return tensors_made(function, *given)[0]
 
 
 def seconds(function: Callable[[], Any], runs: int = 3) -> float:

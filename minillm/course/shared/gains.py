@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 from minillm.bench import records
 
-RECORD = "h200/quantization"
+from .shapes import SHAPES
+
+RECORD, PRODUCTS = "h200/quantization", "h200/quantized-kernels"
+LAYERS = SHAPES["Gemma 2B"].num_layers
 
 
 def report(methods: Iterable[str]) -> None:
@@ -31,6 +34,19 @@ def milliseconds(method: str, requests: int) -> float:
         if (row["quantization"], row["kv_cache_dtype"], row["requests"]) == (method, "bfloat16", requests)
     ]
     return 1e3 * requests * len(rates) / sum(rates)  # bfloat16 was measured twice
+
+
+def products(method: str, rows: int) -> float:
+    """Milliseconds of all matrix products of Gemma 2B's step, each measured alone, for so many rows.
+
+    method: "bf16", with torch's products, or one of the same record's. Its head is in int8.
+    """
+    layers, column = ("int8", "bf16_ms") if method == "bf16" else (method.partition(",")[0], "ms")
+    return sum(
+        row[column] * (1 if row["matrix"] == "head" else LAYERS)
+        for row in records.read(PRODUCTS)["results"]
+        if row.get("rows") == rows and row["quantization"] == ("int8" if row["matrix"] == "head" else layers)
+    )
 
 
 def unfused() -> float:

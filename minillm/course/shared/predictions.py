@@ -14,11 +14,12 @@ def compare(
     prediction: float | None = None,
     floor: float | None = None,
     most: float | None = None,
+    by: str = "measured",
 ) -> None:
     """Print one line with the prediction, this machine's limit and the measurement, all in `unit`.  Lesson 00.
 
     floor: the lower bound. most: the upper bound; for a rate (a unit that ends in "/s"), `floor` is the upper bound.
-    measured: None if there is no result, for example because what was to be measured failed.
+    measured: None if there is no result, for example because what was to be measured failed. by: how it was found.
     """
     if unit.endswith("/s") and most is None:
         floor, most = None, floor
@@ -35,7 +36,7 @@ def compare(
         words.append(f"floor {_with_unit(floor, unit)},")
     if most is not None:
         words.append(f"at most {_with_unit(most, unit)},")
-    words.append("not measured" if measured is None else f"measured {_with_unit(measured, unit)}")
+    words.append("not measured" if measured is None else f"{by} {_with_unit(measured, unit)}")
     if floor and measured is not None:
         words.append(f"({measured / floor:.1f} times the floor)")
     if most and measured is not None:

@@ -16,6 +16,12 @@ def quality() -> dict[str, Mapping[str, Any]]:
     return {row["quantization"]: row for row in records.read(RECORD)["results"] if row["workload"] == "quality"}
 
 
+def unquantized_perplexities() -> tuple[float, float]:
+    """Perplexity of SmolLM2, as it is stored, and of tiny-gemma, each on the text of its record."""
+    tiny = {row["quantization"]: row for row in records.read(TINY[0])["results"]}
+    return quality()["stored"]["perplexity"], tiny["float32"]["perplexity"]
+
+
 def tiny_kl() -> dict[str, float]:
     """The KL divergences of tiny-gemma, in nats, by the names that SmolLM2's record has for the same format."""
     found = {row["quantization"]: row["kl"] for name in TINY for row in records.read(name)["results"]}

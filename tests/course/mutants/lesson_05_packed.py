@@ -184,6 +184,29 @@ def every_product_before_the_sum(x, packed, scales, zeros):
     return product(x, packed, scales, zeros, sums=sums)
 
 
+@wrong("packed_linear", fails="no tensor as large as the matrix is made")
+def keeps_the_levels_of_every_group(x, packed, scales, zeros):
+    """No tensor is large, but together they are the matrix."""
+    size = x.shape[1] // scales.shape[1]
+    kept = []
+    for group in range(scales.shape[1]):
+        codes = unpack(packed[:, group * size // 2 : (group + 1) * size // 2]).to(x.dtype)
+        kept.append((codes - zeros[:, group, None]) * scales[:, group, None])
+    return sum(x[:, group * size : (group + 1) * size] @ levels.t() for group, levels in enumerate(kept))
+
+
+@wrong("packed_linear", fails="no tensor as large as the matrix is made")
+def unpacks_everything_in_two_halves(x, packed, scales, zeros):
+    low, high = (packed & 15).to(torch.int8) - 8, (packed >> 4).to(torch.int8) - 8
+    size, out = x.shape[1] // scales.shape[1], x.new_zeros(len(x), len(packed))
+    for group in range(scales.shape[1]):
+        at = slice(group * size // 2, (group + 1) * size // 2)
+        part, zero = x[:, group * size : (group + 1) * size], zeros[:, group].to(x.dtype)
+        sums = part[:, 0::2] @ low[:, at].to(x.dtype).t() + part[:, 1::2] @ high[:, at].to(x.dtype).t()
+        out += (sums - part.sum(1, keepdim=True) * zero) * scales[:, group]
+    return out
+
+
 @wrong("packed_linear", fails="it computes in the dtype of x, and returns it")
 def always_float32(x, packed, scales, zeros):
     return product(x, packed, scales, zeros, dtype=torch.float32)
