@@ -7,7 +7,8 @@
 # engine.
 #
 # **102 minutes. Needs:** a CPU, and lessons 05 (codes, scales, KL divergence) and 06 (folding scales into the operation
-# before). All models that run here are `tiny-gemma`; committed records have a GPU's speeds and a larger model.
+# before). The only model that runs here is `tiny-gemma`; GPU speeds and the results of a larger model come from
+# committed records.
 
 # %%
 import math
@@ -40,19 +41,19 @@ print(f"{held_out.ids.shape[0]} rows of {held_out.ids.shape[1]} tokens to measur
 #
 # A quantized weight is a **code**, a small integer, times a **scale** that its row or group shares (lesson 05). Lesson
 # 06 chose better codes by looking at activations, and folded scales into the operation before. But only the weights
-# became smaller. They are converted back before they are multiplied, so the arithmetic still has 16 bits. Smaller
-# weights save time in small batches, which wait for weights to be read. Prompts and large batches wait for the
-# arithmetic, and smaller weights do not shorten that.
+# became smaller. They are converted back before they are multiplied, so the arithmetic is still done in 16 bits. Small
+# batches spend most of their time reading weights, so smaller weights make them faster. Prompts and large batches spend
+# it on arithmetic, and smaller weights do not shorten that.
 #
 # The tensor cores of recent GPUs multiply eight-bit numbers at up to twice the rate of 16-bit numbers, but *both*
-# factors must have eight bits. So the activations have to be quantized too. **W8A8** means weights and activations of
+# operands must have eight bits. So the activations have to be quantized too. **W8A8** means weights and activations of
 # eight bits, as integers or as **FP8**, eight-bit floating point. (W8A16 is weight-only.)
 #
-# A committed record lists the time of all matrix products of one step of Gemma 2B on an H200, with all factors in
-# bfloat16 and with all factors in FP8.
+# A committed record lists the time of all matrix products of one step of Gemma 2B on an H200, once with both operands
+# in bfloat16 and once with both in FP8.
 #
 # **Predict first.** How many times faster are the products with FP8, for 16 rows (16 requests that decode) and for
-# 1,024 rows (a long prompt)? FP8 halves the bytes, and doubles the peak rate of the arithmetic.
+# 1,024 rows (a long prompt)? FP8 halves the bytes and doubles the peak rate of the arithmetic.
 
 # %% tags=["exercise"]
 guess_few = 2.0  # PREDICT: times faster with 16 rows
@@ -69,8 +70,8 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
     compare(f"{rows:,} rows", unit="times faster", prediction=guess, measured=gain)
 
 # %% [markdown]
-# These are the products alone. Everything between two products takes as long as before, and quantizing the activations
-# takes additional time. The other price is quality, and this lesson is about that.
+# These are the times of the products alone. Everything between them takes as long as before, and quantizing the
+# activations takes extra time. The other cost is quality, which is what this lesson is about.
 #
 # Weights are rounded once, before the model is served. Activations are different for every token, so they are rounded
 # in every step, while the request waits.
@@ -86,7 +87,7 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 # $$y_{to} = \sum_i x_{ti}\, w_{oi} \;\approx\; \sum_i (a_t\, p_{ti})(s_o\, q_{oi}) = a_t\, s_o \sum_i p_{ti}\, q_{oi}$$
 #
 # So a token may have its own scale $a_t$, and an output channel its own $s_o$. **A single input channel cannot have
-# one**: it would stay inside the sum. This is the reason for sections 4 and 5. (A *group* of input channels can: the
+# one**: it would stay inside the sum. That is why sections 4 and 5 are needed. (A *group* of input channels can: the
 # product then has a sum of integers for each group, and each is scaled before they are added, as with lesson 05's
 # groups. Section 6 returns to this.)
 #
@@ -95,8 +96,9 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 # $$a_t = \frac{\max_i |x_{ti}|}{127.5}, \qquad p_{ti} = \operatorname{clamp}\left(\operatorname{round}\left(
 # \frac{x_{ti}}{a_t}\right), -128, 127\right)$$
 #
-# (Why 127.5 and not 127? A largest value that is positive is then half a step beyond the last code, an error that any
-# value may have, and in return all steps are a little smaller. Lesson 05's symmetric groups do the same with 7.5.)
+# (Why 127.5 and not 127? If the largest value is positive, it then lies half a step beyond the last code. Any value can
+# be off by half a step, and in return all steps are a little smaller. Lesson 05's symmetric groups do the same with
+# 7.5.)
 #
 # By hand, for the token `1.2, -0.5, 2.55` and an output with the weights `1, -2, 0.5`, stored as the codes `10, -20, 5`
 # and the scale 0.1:
@@ -106,11 +108,11 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 # 3. The sum: $60 \cdot 10 + (-25)(-20) + 127 \cdot 5 = 1735$.
 # 4. The scales: $1735 \cdot 0.02 \cdot 0.1 = 3.47$. Without rounding it would be 3.475.
 #
-# A **static** scale is one number for all tokens. It is found beforehand, on calibration text: the largest magnitude
-# that occurred, divided by 127.5. A value beyond it is clamped.
+# A **static** scale is one number for all tokens. It is computed ahead of time, from calibration text: the largest
+# magnitude in that text, divided by 127.5. Larger values are clamped.
 #
-# **Exercise 1 (10 minutes).** Write the product. Multiply the codes in `float64`: torch's products of integers are slow
-# on a CPU, and float64 is exact for such sums. (A tensor core multiplies int8 codes and adds in int32.)
+# **Exercise 1 (10 minutes).** Write the product. Multiply the codes in `float64`: torch's integer matrix products are
+# slow on a CPU, and float64 is exact for such sums. (A tensor core multiplies int8 codes and adds in int32.)
 #
 # For example, the token and the output above give 3.47. With a static scale of 0.01, the codes are 120, -50 and 127,
 # and the result is $2835 \cdot 0.01 \cdot 0.1 = 2.835$.
@@ -142,7 +144,7 @@ check(int8_linear)
 
 # %% [markdown]
 # Now in the engine. Its format `Int8(Activations("int8"))` stores weights in eight bits and says that their inputs are
-# quantized too. `using` then replaces the engine's `linear` by yours.
+# quantized too. `using` then replaces the engine's `linear` with yours.
 
 # %%
 dynamic, static = Int8(Activations("int8")), Int8(Activations("int8", static=True))
@@ -159,9 +161,10 @@ with (
 print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear']}")
 
 # %% [markdown]
-# The engine's own version. Look for where it takes the maximum, and where it does not. Its `linear` on a CPU, which has
-# no eight-bit tensor cores, multiplies the rounded numbers instead of the codes. The results are the same but for
-# float32 rounding, which may flip a code in a later layer. So the numbers below change a little once yours runs.
+# Here is the engine's own version. Look for where it computes the maximum, and where it does not. Its `linear` on a
+# CPU, which has no eight-bit tensor cores, multiplies the rounded numbers instead of the codes. The results are the
+# same except for float32 rounding, which may change a code in a later layer. So the numbers below change a little once
+# yours runs.
 
 # %%
 # ENGINE: minillm.quantization.activations:Activations.quantize
@@ -171,13 +174,13 @@ print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear
 # ### Static or dynamic
 #
 # A dynamic scale needs the whole token before the first code can be written: one pass for the maximum, another for the
-# codes. A static scale is known in advance, so whatever computes an activation can write its code at once. But it is
-# the same for all tokens.
+# codes. A static scale is known in advance, so the kernel that computes an activation can write its code right away.
+# But the scale is the same for all tokens.
 #
-# **Predict first.** The measure is lesson 05's KL divergence from the unquantized model, 0 if both predict the same.
-# How many times larger is it with dynamic int8 activations than with 16-bit activations (W8A16)? And how many times
-# larger with a static scale for each product than with dynamic scales? (After ± is the standard error over the rows of
-# text; for a ratio, rows are compared in pairs. See lesson 06.)
+# **Predict first.** The measure is lesson 05's KL divergence from the unquantized model, which is 0 if both make the
+# same predictions. How many times larger is it with dynamic int8 activations than with 16-bit activations (W8A16)? And
+# how many times larger with a static scale for each product than with dynamic scales? (The number after ± is the
+# standard error over the rows of text. Ratios compare the two models row by row. See lesson 06.)
 
 # %% tags=["exercise"]
 guess_dynamic = 3  # PREDICT: KL divergence W8A8 dynamic / W8A16
@@ -213,7 +216,8 @@ for name, base, guess in (
 
 # %% [markdown]
 # Quantizing activations costs far more quality than quantizing weights, and static scales far more than dynamic ones.
-# Let us look at the activations. For each token of a text, the largest input of two products of the first layer:
+# To see why, look at the activations. For each token of a text, the figure shows the largest input of two products in
+# the first layer:
 
 # %%
 inputs = eight_bits.inputs_of(plain, held_out.ids[:1])
@@ -224,26 +228,26 @@ print(f"and the largest is {others.abs().max():.0f}, of 127")
 draw.tokens({
     name: inputs[name].abs().amax(1) for name in ("layers.0.gate_up", "layers.0.down")
 })  # fmt: skip
-describe("""For 256 tokens, the largest input of two products. Inputs of gate_up are of similar size, all below 5.
+describe("""For 256 tokens, the largest input of two products. Inputs of gate_up are of similar size, all below 3.
 Inputs of down are mostly below 10, but the first token, bos, has one of 80.""")
 
 # %% [markdown]
 # One **token** is an outlier: `<bos>`, the first of every text. Sun et al. (2024) describe such *massive activations*
-# in the hidden states of many large models, mostly at the first token. Here is a similar one, in a model of 5.6
-# million parameters. A static scale of `down` must reach 80, and almost nothing is left of all other tokens. With
-# dynamic scales, only `<bos>` itself suffers.
+# in the hidden states of many large models, mostly at the first token. Here is a similar one, in a model of 5.6 million
+# parameters. A static scale for `down` must cover 80, which leaves almost nothing of all the other tokens. With dynamic
+# scales, only `<bos>` itself suffers.
 #
 # ## 3 · Outlier channels · 5 min
 #
 # Dynamic scales protect tokens from each other. But within a token, all channels share one scale. Large models have a
 # second kind of outlier: a few **channels** that are up to 20 times larger than the others, in most tokens. Dettmers et
-# al. (2022) found that in models from 6.7 billion parameters on, all layers have them, and that eight-bit activations
-# lose their accuracy there. Their LLM.int8() multiplies the channels that reach 6 separately, in 16 bits, and the
-# others in int8. That keeps the accuracy, at the price of two products and of sorting out channels in every step.
+# al. (2022) found them in all layers of models with 6.7 billion parameters or more, where eight-bit activations lose
+# their accuracy. Their LLM.int8() multiplies channels with values of 6 or more separately, in 16 bits, and the others
+# in int8. That keeps the accuracy, but it takes two products, and every step has to separate the channels.
 #
-# `tiny-gemma` has none that large, so the engine plants some. `plant_outliers` picks one channel in 64 of each
+# `tiny-gemma` has none that large, so we plant some. The engine's `plant_outliers` picks one channel in 64 of each
 # product's inputs, makes it 32 times larger where it is computed, and divides the weights that read it by 32. Both are
-# exact, since 32 is a power of 2. This is the folding of lesson 06, in the harmful direction.
+# exact, since 32 is a power of 2. This is lesson 06's folding, used to do harm.
 
 # %%
 outliers = eight_bits.dense(outliers=True)
@@ -253,15 +257,15 @@ four_tokens = {}
 for name, model in (("tiny-gemma", plain), ("with planted outliers", outliers)):
     four_tokens[name] = eight_bits.inputs_of(model, held_out.ids[:1])["layers.3.qkv"][50:54]
 draw.channels(four_tokens, first=50)
-describe("""The magnitudes of four tokens in 256 channels, in two models. In tiny-gemma all are below 5. With planted
+describe("""The magnitudes of four tokens in 256 channels, in two models. In tiny-gemma all are below 4. With planted
 outliers, four channels are far above that, the same ones for all tokens; the others look like a flat line.""")
 
 # %% [markdown]
 # By hand, for the token `0.5, -0.3, 0.2, 64`: the scale is $64 / 127.5 \approx 0.5$. The codes are 1, -1, 0 and 127.
 # Almost nothing is left of the first three channels.
 #
-# **Predict first.** The two models compute the same. By what factor does the KL divergence of dynamic W8A8 grow because
-# of the outliers? And static W8A8: does the model still know the island?
+# **Predict first.** The two models compute the same function. By what factor do the outliers increase the KL divergence
+# of dynamic W8A8? And with static W8A8, does the model still know the island?
 
 # %% tags=["exercise"]
 guess_outliers = 10  # PREDICT: KL divergence of dynamic W8A8, with outliers / without
@@ -282,12 +286,12 @@ found = times("outliers: W8A8 dynamic", "W8A8 dynamic")
 compare("with outliers / without", unit="times", prediction=guess_outliers, measured=found)
 
 # %% [markdown]
-# A scale for each input channel would solve this, but section 2 has ruled that out. The next two sections move the
-# outliers elsewhere. Section 6 tries another number format.
+# A scale for each input channel would solve this, but section 2 ruled that out. The next two sections move the outliers
+# elsewhere. Section 6 tries another number format.
 #
 # ## 4 · SmoothQuant: move the outliers into the weights · 13 min
 #
-# Xiao et al. (2022) apply scales of channels *before* quantization, so that the sum of codes never sees them. Divide
+# Xiao et al. (2022) apply channel scales *before* quantization, so that they never appear in the sum of codes. Divide
 # channel $i$ of the activations by $s_i$, and multiply the weights that read it by $s_i$:
 #
 # $$\sum_i x_{ti}\, w_{oi} = \sum_i \frac{x_{ti}}{s_i} \cdot (s_i\, w_{oi})$$
@@ -297,7 +301,7 @@ compare("with outliers / without", unit="times", prediction=guess_outliers, meas
 # *activations* easier to round, at the expense of the weights, which have no outliers.
 #
 # How far should it go? With $s_i = \max_t |x_{ti}|$, all channels of $x$ become equally large, and the weights get all
-# of the outliers. With $s_i = 1 / \max_o |w_{oi}|$, it is the weights whose channels become equally large. The
+# of the outliers. With $s_i = 1 / \max_o |w_{oi}|$, the channels of the weights become equally large instead. The
 # **strength** $\alpha$ chooses a compromise:
 #
 # $$s_i = \frac{(\max_t |x_{ti}|)^{\alpha}}{(\max_o |w_{oi}|)^{1 - \alpha}}$$
@@ -307,7 +311,7 @@ compare("with outliers / without", unit="times", prediction=guess_outliers, meas
 # 64 and 8: of the ratio of 16 between the two channels, the activations keep 2 and the weights get 8.
 #
 # **Exercise 2 (6 minutes).** Write the scales. Calibration has recorded `largest`, the largest magnitude of each
-# channel. A channel that never occurs (`largest` is 0) or is never read (all its weights are 0) keeps scale 1.
+# channel. A channel that is always 0 (`largest` is 0) or is never read (all its weights are 0) keeps scale 1.
 #
 # For example, `largest` of 64 and 4, weights `[[1, -0.5], [0.25, 1]]` and strength 0.5 give the scales 8 and 2.
 
@@ -371,18 +375,18 @@ describe("""KL divergence by SmoothQuant's strength: a curve that is lowest in t
 model without outliers, and two to four times higher at 0 and 1. All of it is far below the line without smoothing.""")
 
 # %% [markdown]
-# In the middle, the model is as good as if the outliers had not been planted. This is a friendly case: they were
-# planted with the very operation that SmoothQuant uses. Even strength 0, which does not look at the activations, finds
-# them, because the weights that read them are 32 times smaller. In real models, the weights of an outlier channel may
-# look like all others.
+# In the middle, the model is as good as if the outliers had not been planted. This case is easy: they were planted with
+# the very operation that SmoothQuant uses. Even strength 0, which does not look at the activations, finds them, because
+# the weights that read them are 32 times smaller. In real models, the weights of an outlier channel may look like all
+# others.
 #
-# The engine searches for the best strength of each product, on samples of its inputs.
+# The engine searches for the best strength for each product, on samples of its inputs.
 #
 # ## 5 · Rotation: spread the outliers over all channels · 21 min
 #
-# The second way needs no calibration. Take two channels, one of them an outlier: `8, 0`. Replace them by their sum and
-# their difference, both divided by $\sqrt 2$: `5.66, 5.66`. The vector has kept its length, as in a rotation of the
-# plane by 45 degrees (here with a reflection), and its largest number is smaller by a factor of $\sqrt 2$.
+# The second approach needs no calibration. Take two channels, one of them an outlier: `8, 0`. Replace them with their
+# sum and their difference, both divided by $\sqrt 2$: `5.66, 5.66`. The vector has kept its length, as in a rotation of
+# the plane by 45 degrees (here with a reflection), and its largest number is smaller by a factor of $\sqrt 2$.
 #
 # A rotation $R$ does not change a product if the weights are rotated too, because $R R^T = I$:
 #
@@ -454,24 +458,24 @@ check(hadamard)
 # Rotating the inputs of each product while the model runs would take 24 transforms in each step. QuaRot (Ashkboos et
 # al. 2024) folds most rotations into the weights.
 #
-# * **The residual stream** is rotated as a whole. What writes to it (`attention_out`, `down`) gets $R$ on its output
-#   side, and what reads from it (`qkv`, `gate_up`) on its input side. Between them is a norm. It divides a token by its
-#   root mean square, which a rotation does not change, so $\text{norm}(xR) = \text{norm}(x) R$, once the norm's weights
-#   have moved into the matrix after it.
+# * **The residual stream** is rotated as a whole. Matrices that write to it (`attention_out`, `down`) are rotated on
+#   their output side, and those that read from it (`qkv`, `gate_up`) on their input side. Between them is a norm. It
+#   divides a token by its root mean square, which a rotation does not change, so $\text{norm}(xR) = \text{norm}(x) R$,
+#   once the norm's weights have moved into the matrix after it.
 # * **Values** are rotated within each head. Attention only averages them, and `attention_out` rotates them back.
 # * **The inputs of `down`** are a gate times `up`, channel by channel. No rotation can be moved across that product, so
 #   they are rotated **online**, while the model runs: an operation in each layer.
 #
-# Gemma's table, which is embedding and head at once, adds two online rotations: the stream is rotated after the
+# Gemma uses one table as embedding and as head, which adds two online rotations: the stream is rotated after the
 # embedding, and back before the final norm. The engine's `rotate` does all this, with random signs before $H$, so that
-# no regular pattern of outliers adds up. The online part is the operation `hadamard`, which `using` replaces by yours.
-# (`down` has 768 = 3 x 256 inputs, which is not a power of 2. There are other Hadamard matrices for such sizes;
+# no regular pattern of outliers adds up. The online part is the operation `hadamard`, which `using` replaces with
+# yours. (`down` has 768 = 3 x 256 inputs, which is not a power of 2. There are other Hadamard matrices for such sizes;
 # `hadamard_by` passes only powers of 2 to you.)
 #
-# `tiny-gemma` as it is has an outlier too, `<bos>` in the inputs of `down`, and nobody planted that one.
+# The original `tiny-gemma` has an outlier too, `<bos>` in the inputs of `down`, and that one was not planted.
 #
-# **Predict first.** How many times smaller does rotation make the KL divergence of W8A8, on `tiny-gemma` as it is, with
-# dynamic and with static scales? And with planted outliers and dynamic scales?
+# **Predict first.** How many times smaller does rotation make the KL divergence of W8A8 on the original `tiny-gemma`,
+# with dynamic and with static scales? And with planted outliers and dynamic scales?
 
 # %% tags=["exercise"]
 guess_dynamic_rotated = 1.5  # PREDICT: times smaller, tiny-gemma, dynamic scales
@@ -502,9 +506,9 @@ for before, after, guess in (
     compare(after, unit="times smaller", prediction=guess, measured=times(before, after))
 
 # %% [markdown]
-# For `tiny-gemma` as it is, all of the gain with dynamic scales comes from the inputs of `down`: without their
-# rotation, the loss is the same as before, within the error. With static scales it comes close to that of dynamic ones
-# before.
+# On the original `tiny-gemma`, all of the gain with dynamic scales comes from the inputs of `down`: without their
+# rotation, the loss is the same as before, within the error. With static scales, the loss comes close to what it was
+# with dynamic scales before the rotation.
 #
 # (The text takes two passes. Once `hadamard` is solved, each replaces 8 operations: two for the stream, where your
 # function is called, and one in each layer, where `hadamard_by` leaves the 768 channels to the engine.)
@@ -615,7 +619,7 @@ for name, guess in (("", guess_plain), ("outliers: ", guess_with)):
     compare(f"{name}FP8 / int8", unit="times", prediction=guess, measured=found)
 
 # %% [markdown]
-# Without outliers, FP8 is worse: three bits of mantissa are not many. With outliers, FP8 does not even notice them. A
+# Without outliers, FP8 is worse: three bits of mantissa are not much. But FP8 does not even notice the outliers. A
 # number that is 32 times larger has an exponent that is larger by 5, and the same mantissa. Static scales do no harm
 # either: if a scale is too large for a token, its numbers get smaller exponents. So FP8 needs neither smoothing nor
 # careful scales here, and it is usually the first thing to try on a GPU that has it.
@@ -634,10 +638,10 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=f
 
 # %% [markdown]
 # Rotation made it *worse*. Before, the large errors of FP8 were where the large numbers are, in the outlier channels,
-# and the weights that read those are small in this model. Rotated, every channel holds a share of every outlier, and
-# has an error in proportion to that. The same happens to the weights: the small ones are mixed with large ones. An
-# evenly spaced grid needs channels of equal size; a floating-point grid does not. (In other models, the weights of
-# outlier channels may not be small. Measure.)
+# and the weights that read those are small in this model. After the rotation, every channel holds a share of every
+# outlier, and has an error in proportion to it. The same happens to the weights: the small ones are mixed with large
+# ones. An evenly spaced grid needs channels of equal size; a floating-point grid does not. (In other models, the
+# weights of outlier channels may not be small. Measure.)
 #
 # ### Larger and smaller scales
 #
@@ -655,7 +659,7 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=f
 # inputs before they add it; for MXFP8 the tensor cores do it themselves, as for FP4 in lesson 08. An outlier then
 # spoils only its own group.
 #
-# What a GPU's tensor cores multiply decides what is worth storing:
+# Which formats are worth storing depends on what a GPU's tensor cores can multiply:
 #
 # | GPUs | int8 | FP8 | FP4, MXFP8 |
 # |---|---|---|---|
@@ -665,8 +669,8 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=f
 #
 # ## 7 · W4A8, and what to choose · 11 min
 #
-# Small batches need few bytes: int4 weights. Large batches need fast arithmetic: factors of eight bits. **W4A8** has
-# both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
+# Small batches need few bytes, so int4 weights. Large batches need fast arithmetic, so eight-bit operands. **W4A8**
+# offers both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
 # activations are in FP8. (The engine's method `w4a8` rounds the weights with AWQ, lesson 06. Here they are rounded to
 # the nearest. The engine has no such kernel: it rounds the activations to FP8, but multiplies in bfloat16. So it has
 # the quality of W4A8, but not its speed.)
@@ -696,11 +700,11 @@ for name, pair in models.items():
 llm.close()
 
 # %% [markdown]
-# Four-bit weights cause most of W4A8's loss. What the eight bits of the activations add is of the order of the errors.
+# Four-bit weights cause most of W4A8's loss. The eight-bit activations add about as much as the size of the errors.
 #
 # ### A model that people use
 #
-# Nobody planted the outliers of SmolLM2-135M (the record of lesson 05): in some layers, a few tokens have inputs of
+# SmolLM2-135M (the record of lesson 05) has outliers that were not planted: in some layers, a few tokens have inputs of
 # `down` that are far larger than those of all others. `w8a8` is int8 with dynamic scales:
 
 # %%
@@ -708,10 +712,10 @@ names = ["int8", "w8a8", "smoothquant", "w8a8-rotate", "fp8", "w8a8-static"]
 real_model.report([*names, "smoothquant-static", "fp8-static", "awq", "w4a8"])
 
 # %% [markdown]
-# Quantizing activations to int8 as well costs nine times as much as quantizing only the weights. Static scales cost
-# int8 28 times as much again and ruin the model, even smoothed; they cost FP8 a quarter more. SmoothQuant and rotation
-# undo most of the loss with dynamic scales, and then int8 loses *less* than FP8: rotated, a fifth. W4A8, which uses
-# AWQ's weights, loses only slightly more than AWQ.
+# Quantizing activations to int8 as well costs nine times as much as quantizing only the weights. Static scales multiply
+# that cost by another 28 and ruin the model, even if it is smoothed; FP8 loses only a quarter more with them. With
+# dynamic scales, SmoothQuant and rotation undo most of the loss, and then int8 loses *less* than FP8: a fifth as much
+# when rotated. W4A8, which uses AWQ's weights, loses only slightly more than AWQ.
 #
 # What could W4A8 gain? The next cell computes floors for Gemma 2B, as in lesson 05: a step takes at least the time to
 # read all weights at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's
@@ -759,9 +763,9 @@ FORMATS = [
 gains.report(FORMATS)
 
 # %% [markdown]
-# With 3,000 requests, products of eight bits are faster and weight-only int4 hardly is; with one, int4 is fastest. Both
-# eight-bit formats are faster than bfloat16 in every column: they read half the bytes and multiply up to twice as fast.
-# Heads have 16 bits unless the name says otherwise. W4A8 has no kernel here.
+# With 3,000 requests, eight-bit products are clearly faster than bfloat16, and weight-only int4 hardly is; with one
+# request, int4 is fastest. Both eight-bit formats are faster than bfloat16 in every column: they read half the bytes
+# and multiply up to twice as fast. Output heads have 16 bits unless the name says otherwise. W4A8 has no kernel here.
 #
 # ### What to choose
 #
@@ -772,7 +776,7 @@ gains.report(FORMATS)
 # | few requests, or little memory | int4, lesson 06 | fewest bytes |
 # | both | W4A8 | few bytes and fast arithmetic, if there is a fast kernel |
 #
-# Where quality counts more than simplicity, compare FP8 with smoothed or rotated int8, as on SmolLM2. The engine has
+# Where quality matters more than simplicity, compare FP8 with smoothed or rotated int8, as on SmolLM2. The engine has
 # all of these formats: `minillm quantize --method smoothquant`, `fp8` or `w4a8`, with `--static` for static scales and
 # `--rotate` for rotation. Only the fast kernel for W4A8 is missing.
 #
@@ -785,14 +789,14 @@ gains.report(FORMATS)
 # * An outlier **token** hurts static scales; an outlier **channel** hurts dynamic ones too.
 # * SmoothQuant scales channels down before they are rounded, and the weights that read them up; both are folded. A
 #   Hadamard rotation spreads each channel over all of them; most of it is folded, too.
-# * The error of FP8 is relative to each number: larger than that of int8 if all channels are of similar size, and
-#   indifferent to outliers.
+# * FP8's error is relative to each number. It is larger than int8's if all channels are of similar size, and outliers
+#   do not change it.
 #
-# **What got worse:** quality, and by more than quantized weights alone cost. Each product needs its inputs quantized,
-# one more pass over the activations unless another kernel includes it. A static scale knows only the calibration text,
-# and clips what is larger. A smoothed or rotated model no longer has its original weights, so adapters that were
-# trained for those do not fit, and online rotations run only in an engine that has them. And remedies do not add up:
-# rotation made FP8 worse.
+# **What got worse:** quality, and by more than from quantizing the weights alone. Each product needs its inputs
+# quantized, one more pass over the activations unless another kernel includes it. A static scale knows only the
+# calibration text, and clips what is larger. A smoothed or rotated model no longer has its original weights, so
+# adapters that were trained for those do not fit, and online rotations run only in an engine that has them. And
+# remedies do not add up: rotation made FP8 worse.
 #
 # **Further reading:** Dettmers et al. 2022, *LLM.int8()* (outlier channels); Sun et al. 2024, *Massive Activations in
 # Large Language Models* (outlier tokens); Yao et al. 2022, *ZeroQuant* (a scale for each token); Xiao et al. 2022,

@@ -7,7 +7,7 @@
 # rounding. Everything that you write runs inside the engine or on its records.
 #
 # **75 minutes**, and 34 for the two optional sections. **Needs:** a CPU, and lessons 02 (attention and the cache), 05
-# (codes, scales, groups) and 07 (int8 and FP8). All models that run here are `tiny-gemma`; speeds of a GPU come from
+# (codes, scales, groups) and 07 (int8 and FP8). The only model that runs here is `tiny-gemma`; GPU speeds come from
 # committed records.
 
 # %%
@@ -52,17 +52,18 @@ print(f"{text.ids.shape[0]} rows of {text.ids.shape[1]} tokens to measure on")
 
 # %% [markdown]
 # As in lesson 07, the measure is the KL divergence from the unquantized model's predictions, in millinats (1/1000 nat)
-# per token. Rows of text differ, so each number has its standard error after ±. Ratios compare row by row. A ratio that
-# is less than about two of its standard errors from 1 shows no difference.
+# per token. Rows of text differ, so each number has its standard error after ±. Ratios compare row by row. A ratio
+# within about two standard errors of 1 shows no difference.
 #
 # ## 1 · When the cache outweighs the weights · 4 min
 #
 # Lessons 05 to 07 made weights and activations smaller. An engine's memory also holds the keys and values of all
-# running requests. They differ from weights in two ways: each request and each token adds to them, and every step
+# running requests. They differ from weights in two ways: they grow with every request and every token, and every step
 # writes new ones.
 #
 # **Predict first.** The weights and the cache are in bfloat16, and each request has 2,048 tokens. How many requests
-# have a cache as large as the weights, for Gemma 2B, which has one KV head, and for Llama 2 7B, which has 32?
+# does it take until the cache is as large as the weights, for Gemma 2B, which has one KV head, and for Llama 2 7B,
+# which has 32?
 
 # %% tags=["exercise"]
 guess_gemma = 50  # PREDICT: requests whose cache is as large as Gemma 2B's weights
@@ -82,8 +83,8 @@ for name, shape in SHAPES.items():
 
 # %% [markdown]
 # A decode step reads all weights once, and the whole cache of every request in it. So at the count in the first column,
-# half of the bytes that a step reads are keys and values, and **smaller weights can at most halve the reading**. With
-# lesson 05's four bits, that point comes at a quarter of the requests.
+# half of the bytes that a step reads are keys and values, and **smaller weights can at most halve the bytes that it
+# reads**. With lesson 05's four bits, that point comes at a quarter of the requests.
 #
 # (The 70B model does not fit at all in 16 bits.) A smaller cache helps twice: more requests fit, and a step reads fewer
 # bytes for each.
@@ -92,8 +93,8 @@ for name, shape in SHAPES.items():
 #
 # ### What keys and values look like
 #
-# These are the keys and the values that the third layer of `tiny-gemma` caches for a text. (It has one KV head of 64
-# channels.) Look for stripes: vertical ones are channels that are large in many tokens, horizontal ones are large
+# The next figure shows the keys and values that the third layer of `tiny-gemma` caches for a text. (It has one KV head
+# of 64 channels.) Look for stripes: vertical ones are channels that are large in many tokens, horizontal ones are large
 # tokens.
 
 # %%
@@ -117,12 +118,12 @@ for layer, pair in enumerate(kept):
 # models, with larger ratios: keys have a few channels with outliers, values do not.
 #
 # The two brightest channels are no accident: 18 and 50 are 32 apart, a pair that the rotary embedding rotates (lesson
-# 02). It turns slowly, so the brightness moves from one to the other along the text.
+# 02). This pair rotates slowly, so the brightness moves from one channel to the other along the text.
 #
 # ### What may share a scale?
 #
-# Rounding is best if numbers of similar size share a scale. But a cache is written one token at a time, and what is
-# written is never touched again. When a token's key is quantized, the tokens after it do not exist yet.
+# Rounding is best if numbers of similar size share a scale. But a cache is written one token at a time, and what has
+# been written is never changed. When a token's key is quantized, the tokens after it do not exist yet.
 #
 # | one scale for | known when a token is written? |
 # |---|---|
@@ -162,7 +163,7 @@ for place, (name, guess) in enumerate((("keys", guess_keys), ("values", guess_va
 # %% [markdown]
 # One scale for the whole tensor is clearly worse than the other two. Between those, the ratios point in the direction
 # of the stripes, keys above 1 and values below, but neither is two standard errors from 1: at 4 bits, this much text
-# cannot tell channels from tokens. (With fewer bits it can: section 3.) So nothing speaks against a scale for each
+# cannot tell which is better. (With fewer bits it can: section 3.) So there is no reason not to use a scale for each
 # token and head, the only one that needs no calibration.
 #
 # ### Eight bits
@@ -178,8 +179,8 @@ for place, (name, guess) in enumerate((("keys", guess_keys), ("values", guess_va
 # * FP8: $s = 2.54 / 448 = 0.00567$. The quotients are 105.8, -448, 229.3 and 0. Numbers from 64 to 128 have steps of 8,
 #   those from 128 to 256 steps of 16, so the codes are 104, -448, 224 and 0.
 #
-# **Exercise 1 (9 minutes).** Write it for both formats. `.to(torch.float8_e4m3fn)` rounds to the nearest number of
-# e4m3, halves to the even one; a conversion to int8 does not round.
+# **Exercise 1 (9 minutes).** Write it for both formats. `.to(torch.float8_e4m3fn)` rounds to the nearest number in
+# e4m3, and halves to even; a conversion to int8 truncates instead of rounding.
 
 
 # %% tags=["exercise"]
@@ -203,7 +204,7 @@ check(quantize_kv)
 
 # %% [markdown]
 # Now in the engine. `kv_cache_dtype` chooses the cache's format. `using` replaces the operation `write_kv`, which
-# stores the keys and values of each step, by one that calls your function. Attention is still the engine's: it
+# stores the keys and values of each step, with one that calls your function. Attention is still the engine's: it
 # multiplies codes by scales, and then computes as before.
 
 # %%
@@ -237,12 +238,12 @@ compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=ratio)
 
 # %% [markdown]
 # Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only 2.5 to 3 times
-# their root mean square. Then int8 has finer steps where most of the numbers are, and FP8 has its precision at small
-# numbers, where it is not needed. With coarser scales, FP8 can be the better choice. TensorRT-LLM's documentation
-# recommends FP8 over int8 for the cache on Hopper and Ada, for its accuracy, and vLLM's describes FP8 with one scale
-# for a tensor or a head, from calibration or simply 1. Scales like these must cover every token that will come, and FP8
-# forgives a scale that is too large. (Since 2026, vLLM also has `int8_per_token_head`: a scale for each token and head,
-# as here.)
+# their root mean square. For such numbers, int8 has finer steps where most of them are, while FP8 spends its precision
+# on small numbers, where it is not needed. With coarser scales, FP8 can be the better choice. TensorRT-LLM's
+# documentation recommends FP8 over int8 for the cache on Hopper and Ada, for its accuracy, and vLLM's describes FP8
+# with one scale for a tensor or a head, from calibration or simply 1. Such scales must cover every token still to come,
+# and FP8 forgives a scale that is too large. (Since 2026, vLLM also has `int8_per_token_head`: a scale for each token
+# and head, as here.)
 #
 # ### How many requests fit?
 #
@@ -273,9 +274,9 @@ for dim in (64, 128, 256):
 #
 # ### Fold the scales
 #
-# So far, attention *dequantizes*: $d$ multiplications for each key and each value, and an unquantized copy of
-# everything, before it starts. But one scale belongs to all $d$ numbers of a key $j$, so it can be taken out of the dot
-# product. The same holds for the values, whose sum has the softmax's weights $p_j$:
+# So far, attention first *dequantizes*: it needs $d$ multiplications for each key and each value, and an unquantized
+# copy of everything, before it can start. But one scale belongs to all $d$ numbers of a key $j$, so it can be taken out
+# of the dot product. The same holds for the values, which are summed with the softmax's weights $p_j$:
 #
 # $$q \cdot (s_j\, c_j) = s_j\, (q \cdot c_j), \qquad\qquad \sum_j p_j\, (t_j\, e_j) = \sum_j (p_j\, t_j)\, e_j$$
 #
@@ -324,8 +325,8 @@ def attend_codes(q, k_codes, k_scales, v_codes, v_scales, hidden, scale):
 check(attend_codes)
 
 # %% [markdown]
-# In the engine, both of your functions now replace its own: what is written, and what reads it. Prompts and decode
-# steps both run on codes.
+# In the engine, both of your functions now replace its own: the one that writes the cache, and the one that reads it.
+# Prompts and decode steps both run on codes.
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 mine = small_caches.operations(quantize_kv, attend_codes)
@@ -338,26 +339,26 @@ with LLM(device="cpu", kv_cache_dtype="int8", num_blocks=64) as llm, using(**min
 print(f"attend_codes is {whose(attend_codes)}; calls: {used.calls}")
 
 # %% [markdown]
-# The same up to float32 rounding: folding changes nothing but the order of operations. The engine's decode kernels for
-# a GPU work like this (lesson 04 shows their loop; look for `k_scale_ptr`), and codes are made in the kernel that
-# rotates and writes keys, so that no additional kernel runs. A long prompt is different: many queries read the same
-# keys, so these are dequantized first, to a buffer, if it takes no more memory than the queries. On a CPU, the engine
-# dequantizes in every step.
+# The results are the same, up to float32 rounding: folding changes only the order of operations. The engine's decode
+# kernels for a GPU work like this (lesson 04 shows their loop; look for `k_scale_ptr`), and codes are made in the
+# kernel that rotates and writes keys, so that no additional kernel runs. A long prompt is different: many queries read
+# the same keys, so these are first dequantized into a buffer, if it takes no more memory than the queries. On a CPU,
+# the engine dequantizes in every step.
 #
-# Does an eight-bit cache make an H200 faster? This prints tokens per second with an FP8 cache, divided by those with a
-# bfloat16 cache, from two committed records (Gemma 2B's shape, FP8 weights):
+# Is an H200 faster with an eight-bit cache? The next cell prints tokens per second with an FP8 cache, divided by those
+# with a bfloat16 cache, from two committed records (Gemma 2B's shape, FP8 weights):
 
 # %%
 small_caches.speeds(*small_caches.committed())
 
 # %% [markdown]
-# The cache saves bytes in decode steps, so look for many requests that decode for long. One short request has few keys
-# to read, and where outputs are much shorter than prompts, most of the time goes into the prompts.
+# A smaller cache saves bytes in decode steps, so it helps most with many requests and long outputs. One short request
+# has few keys to read, and where outputs are much shorter than prompts, most of the time goes into the prompts.
 #
 # ### Two bits: KIVI
 #
-# How far can this go? The next cell counts bits down, with a scale for each token and head, and with the scales that
-# keys and values asked for in section 2.
+# How far can this go? The next cell uses fewer and fewer bits, with a scale for each token and head, and with the
+# scales that the stripes of section 2 suggest.
 
 # %% tags=["nbval-ignore-output"] uncompared="values near a tie are rounded differently on other CPUs"
 print("KL in millinats   tokens for both   channels for keys, tokens for values      ratio")
@@ -372,8 +373,8 @@ for bits in (8, 4, 3, 2):
 
 # %% [markdown]
 # Four bits are usable here, two are not. And with two bits the difference is far larger than its error: channels for
-# keys take away a third of the loss. KIVI reaches two bits in large models with three changes to what you wrote:
-# scales for *groups* instead of whole tokens or channels, zero points (lesson 05), and channels for keys.
+# keys remove a third of the loss. KIVI reaches two bits in large models with three changes to what you wrote: scales
+# for *groups* instead of whole tokens or channels, zero points (lesson 05), and channels for keys.
 
 # %%
 draw.kivi()
@@ -397,25 +398,25 @@ real_model.report(
 )
 
 # %% [markdown]
-# Eight bits are harmless here as well, and int8 is better. With four bits, channels for keys take away 70% of the loss;
-# in `tiny-gemma`, that difference was hardly larger than its error. With two bits, both are unusable, and channels are
-# even worse: without KIVI's groups and zero points, neither helps.
+# Eight bits are harmless here as well, and int8 is better. With four bits, channels for keys remove 70% of the loss; in
+# `tiny-gemma`, that difference was hardly larger than its error. With two bits, both are unusable, and channels are
+# even worse: without KIVI's groups and zero points, neither is good enough.
 #
 # ## 4 · Choosing · 21 min
 #
-# TensorRT-LLM's documentation has a table of how to choose a precision ("Best practices to choose the right
-# quantization methods"). Its words summarize measurements on more than ten models:
+# TensorRT-LLM's documentation has a table for choosing a precision ("Best practices to choose the right quantization
+# methods"). Its words summarize measurements on more than ten models:
 
 # %%
 choices.print_nvidias()
 
 # %% [markdown]
-# We redo it with our records: speed from an H200 (Gemma 2B's shape, random weights), for 1 to 3,000 requests at once;
-# quality from `tiny-gemma`, which is trained. Call a gain below 1.05 low, below 1.5 medium, and the rest high. (These
-# limits are ours; NVIDIA gives none.)
+# Let's redo it with our records: speed from an H200 (Gemma 2B's shape, random weights), for 1 to 3,000 requests at
+# once; quality from `tiny-gemma`, which is trained. Call a gain below 1.05 low, below 1.5 medium, and the rest high.
+# (These limits are ours; NVIDIA gives none.)
 #
 # **Predict first.** The table has 14 words about speed, for 7 methods and 2 batch sizes. How many does our record
-# confirm, if 4 requests and 3,000 requests stand for the two columns?
+# confirm, if its two columns are taken to mean 4 and 3,000 requests?
 
 # %% tags=["exercise"]
 guess_same = 10  # PREDICT: of NVIDIA's 14 words about speed, those that our record confirms
@@ -434,22 +435,22 @@ for few in (1, 4):
     print("  ", ", ".join(f"{few} and {many:,}: {count}" for many, count in counts.items()))
 
 # %% [markdown]
-# The count depends on which of our columns stand for NVIDIA's, as the last lines show, so it says little about the
-# table. Read the gains instead, each row from left to right: weight-only methods gain most with one request, and
-# nothing with thousands. There, products of eight-bit numbers help, FP8's most. All rows have an output head in 16
-# bits, except W4A8's speeds, whose head is int8. W4A8 is slow because this engine has no kernel for it: such a number
-# is about *this* engine, not about the method. And a small model on a large GPU has fixed costs in each step, which no
-# precision shortens: the fewer bytes a step reads, the larger their share.
+# As the last lines show, the count depends on which of our columns we compare with NVIDIA's, so it says little about
+# the table. Read the gains instead, each row from left to right: weight-only methods gain most with one request, and
+# nothing with thousands. There, eight-bit products help, and FP8's help most. All rows have an output head in 16 bits,
+# except W4A8's speeds, whose head is int8. W4A8 is slow because this engine has no kernel for it: such a number is
+# about *this* engine, not about the method. And a small model on a large GPU has fixed costs in each step, which no
+# precision reduces: the fewer bytes a step reads, the larger the share of these costs.
 #
 # "Points lost" is accuracy lost on multiple-choice questions, in percentage points. Every interval here includes 0: the
-# questions cannot show a loss. They cannot exclude one either, of any size up to the interval's upper end. KL is finer,
-# and still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss from SmoothQuant, and
+# questions cannot show a loss. Nor can they rule out a loss up to the interval's upper end. KL is more sensitive, and
+# still ranks the methods. Compare SmoothQuant with FP8: NVIDIA's table expects more loss from SmoothQuant, but
 # `tiny-gemma` ranks the two the other way around, and so does SmolLM2 (lesson 07). Quality depends on the model.
 #
-# "Seconds" are those of quantizing *and* measuring, for 5.6 million parameters on a CPU. The extra time of AWQ and GPTQ
+# "Seconds" includes quantizing *and* measuring, for 5.6 million parameters on a CPU. The extra time of AWQ and GPTQ
 # over INT4 weight-only is about that of their calibration. The three methods with eight-bit activations also have to
-# round activations before every product that is measured. For FP8 that is all: it needs no calibration here, since each
-# token gets its scale as it comes (lesson 07).
+# round activations before every product while they are measured. For FP8 that is all: it needs no calibration here,
+# since each token gets its own scale at run time (lesson 07).
 #
 # (Pruning, which sets weights to 0, is in neither table. `data/README.md` shows why: on `tiny-gemma` it loses far more
 # than quantization to the same size does, and this engine's products do not skip zeros.)
@@ -457,7 +458,7 @@ for few in (1, 4):
 # ### The Pareto front
 #
 # Which methods can be ruled out? One method *beats* another if it is at least as good in every number, and better in
-# one. Those that no other beats are the **Pareto front**. There is no best one among them: which to take depends on
+# one. The methods that no other beats form the **Pareto front**. None of them is the best: which one to take depends on
 # what you need most.
 #
 # **Exercise 3 (7 minutes).** Find the front. For every number, less is better. Equal points do not beat each other.
@@ -505,24 +506,24 @@ for requests in (1, 3000):
     print(f"{title}: {', '.join(fronts[title])}")
 print(f"pareto_front is {whose(pareto_front)}")
 draw.pareto(panels, fronts)
-describe("""Two panels, for one request and for 3,000. Horizontal: KL divergence; vertical: speed as a multiple of
-bfloat16's; the size of a dot is the size of the weights. Filled dots are on the Pareto front, which is printed above.
-The legend says which is which. Methods with int4 weights have the smallest dots, on the right. Compare how high each
-method is in the two panels.""")
+describe("""Two panels with the same axes, for one request and for 3,000. Horizontal: KL divergence; vertical: speed as
+a multiple of bfloat16's; the size of a dot is the size of the weights. Filled dots are on the Pareto front, which is
+printed above. The legend says which is which. Methods with int4 weights have the smallest dots, on the right: W4A16 is
+fastest with one request, and about as fast as bfloat16 with 3,000.""")
 
 # %% [markdown]
 # The bytes are those of weights and scales. All methods with eight-bit weights take the same, so for one request INT8
-# weight-only, which is faster and loses less, beats both FP8 and SmoothQuant. For 3,000 it has no speed to offer, and
-# they are on the front. The three int4 methods differ only in KL, so GPTQ beats the others, but a front does not ask
-# how large a difference is, or whether it could be chance.
+# weight-only, which is faster and loses less, beats both FP8 and SmoothQuant. With 3,000 requests it is no faster than
+# bfloat16, so the other two are on the front as well. The three W4A16 methods differ only in KL, so GPTQ beats the
+# others, but a front does not ask how large a difference is, or whether it could be chance.
 #
 # ### A recommendation that explains itself
 #
 # The engine's `recommend` estimates instead of measuring, so it can answer for other models and GPUs. For each method
 # it adds up a step's time: the bytes of the weights at the memory's rate, or the arithmetic at the rate of its products
-# if that takes longer (both, in the engine's kernels for few rows); the bytes of the cache; and fixed costs. Tests hold
-# the estimate against the record. Then it takes the fastest method whose loss you allow, or one within 3% of it that
-# loses less.
+# if that takes longer (both, in the engine's kernels for few rows); the bytes of the cache; and fixed costs. Tests
+# check the estimate against the record. Then it picks the fastest method whose loss you allow, or one within 3% of it
+# that loses less.
 #
 # **Predict first,** for yourself: which weights and which cache would *you* choose for Gemma 2B on an H200, for one
 # chat user; for 512 requests with long prompts; and for Llama 3.1 8B on a GPU of 24 GB?
@@ -538,12 +539,12 @@ for case, (name, gpu, traffic) in CASES.items():
     print(recommend(SHAPES[name], GPUS[gpu], traffic, calibrated=True), end="\n\n")
 
 # %% [markdown]
-# Look for what each case waits for: bytes of weights, arithmetic, or the cache. (Where it says fp8 for the cache, int8
-# would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU that it finds,
-# and leaves out methods that need calibration. The quality of a method is a word from NVIDIA's table and a number from
-# `tiny-gemma`: that GPTQ comes before AWQ and int4 rests on the perplexity of this one small model on one text, which
-# is weak (on SmolLM2, AWQ is ahead: lesson 06). Your model and your task are neither, so measure before you decide:
-# `minillm eval --compare` does it for a model of yours, as it did for our table.
+# Find out what each case spends its time on: reading weights, arithmetic, or reading the cache. (Where it says fp8 for
+# the cache, int8 would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU
+# that it finds, and leaves out methods that need calibration. The quality of a method is a word from NVIDIA's table and
+# a number from `tiny-gemma`: that GPTQ comes before AWQ and int4 rests on the perplexity of this one small model on one
+# text, which is weak (on SmolLM2, AWQ is ahead: lesson 06). Your model and your task are neither, so measure before you
+# decide: `minillm eval --compare` does it for a model of yours, as it did for our table.
 #
 # ## 5 · FP4: four bits in blocks · optional, 20 min
 #
@@ -552,7 +553,7 @@ for case, (name, gpu, traffic) in CASES.items():
 #
 # $$0,\; 0.5,\; 1,\; 1.5,\; 2,\; 3,\; 4,\; 6 \quad \text{and their negatives}$$
 #
-# Eight magnitudes do not cover much, so a small *block* of weights shares a scale:
+# Eight magnitudes do not cover a wide range, so each small *block* of weights has a scale:
 #
 # | format | weights in a block | its scale | bits per weight |
 # |---|---|---|---|
@@ -644,7 +645,7 @@ for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
 
 # %% [markdown]
 # At equal size, neither ratio is two standard errors from 1: on this model, NVFP4, MXFP4 and int4 cannot be told apart.
-# Size counts: from groups of 128 to groups of 32, int4 loses about a third less. And on SmolLM2-135M?
+# Size matters: with groups of 32 instead of 128, int4 loses about a third less. And on SmolLM2-135M?
 
 # %%
 real_model.report(["int4-g32", "nvfp4", "int4", "mxfp4"])
@@ -738,9 +739,9 @@ won = (before.perplexity - after.perplexity) / (
 print(f"of the rise in perplexity: {won:.0%}")
 
 # %% [markdown]
-# Perplexity looks better than KL, although KL is what was trained. It sees one probability at each position, that of
-# the token that came next, and there errors of opposite signs cancel (lesson 06). So judge by KL, and by the ± next to
-# it.
+# Perplexity improved more than KL, although KL is what was trained. Perplexity sees one probability at each position,
+# that of the token that came next, and there errors of opposite signs cancel (lesson 06). So judge by KL, and by the ±
+# next to it.
 #
 # A script in the repository, `data/distill_tiny_gemma.py`, trains for longer on more text, for 4 and for 3 bits. Its
 # record, over the whole held-out text and the questions:
@@ -758,10 +759,10 @@ for name, row in rows.items():
     )
 
 # %% [markdown]
-# The result is an ordinary int4 model: training changes neither its format nor its speed. It costs what no method
-# before did: a copy of the model with gradients and an optimizer's state, four float32 numbers for each weight. LLM-QAT
-# (Liu et al. 2023) distills in this way, on text that the model wrote itself. NVIDIA's report on quantization-aware
-# distillation (2026) uses the same loss to restore models in NVFP4.
+# The result is an ordinary int4 model: training changes neither its format nor its speed. But it needs something that
+# no earlier method did: a copy of the model with gradients and an optimizer's state, four float32 numbers for each
+# weight. LLM-QAT (Liu et al. 2023) distills in this way, on text that the model wrote itself. NVIDIA's report on
+# quantization-aware distillation (2026) uses the same loss to restore models in NVFP4.
 #
 # ## Recap · 2 min
 #
@@ -769,8 +770,8 @@ for name, row in rows.items():
 # * A cache is written token by token, so a scale for each token and head is the one that needs no calibration. It folds
 #   into the scores and into the softmax's weights: products see only codes.
 # * Keys have large channels, values do not. That matters with few bits, not with eight.
-# * Few requests wait for bytes, many for arithmetic, long contexts for the cache. Choose by what your traffic waits
-#   for.
+# * With few requests, the time goes into reading weights; with many, into arithmetic; with long contexts, into reading
+#   the cache. Choose by what your traffic spends its time on.
 # * Optional: FP4 has eight magnitudes and depends on its blocks: 16 weights with a scale in e4m3 (NVFP4), or 32 with a
 #   power of two (MXFP4).
 # * Optional: distillation trains weights for their rounding. The straight-through estimator lets gradients through.
@@ -782,7 +783,8 @@ for name, row in rows.items():
 # model and each format. A recommendation rests on estimates and on one small model's quality.
 #
 # **Next:** a smaller cache lets more requests run at once, if its memory can be handed out without gaps. Requests grow
-# by a token in each step, and nobody knows when they end. Lesson 09 divides the cache into blocks, the scales included.
+# by a token in each step, and no one knows in advance when they will end. Lesson 09 divides the cache into blocks, the
+# scales included.
 #
 # **Further reading:** Liu et al. 2024, *KIVI* (2402.02750; two bits); Hooper et al. 2024, *KVQuant* (keys before their
 # rotation); vLLM's documentation, *Quantized KV Cache*; FlashInfer's documentation of its attention kernels; Open

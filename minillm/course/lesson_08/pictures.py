@@ -97,9 +97,11 @@ def pareto(
 ) -> None:
     """A panel for each load: {method: (KL in millinats, bytes, times as fast)}; methods on the front are filled.
 
-    The size of a dot is the size of the weights.
+    The size of a dot is the size of the weights. All panels have the same axes, so that they can be compared.
     """
-    _, axes = plt.subplots(1, len(panels), figsize=(11.5, 4.2), layout="constrained", sharex=True, squeeze=False)
+    axes = plt.subplots(
+        1, len(panels), figsize=(11.5, 4.2), layout="constrained", sharex=True, sharey=True, squeeze=False
+    )[1]
     for axis, (title, points) in zip(axes[0], panels.items(), strict=True):
         for color, (name, (kl, nbytes, speed)) in zip(COLORS, points.items(), strict=False):
             filled = name in fronts[title]
@@ -107,12 +109,13 @@ def pareto(
             axis.scatter(kl, speed, s=nbytes / AREA, facecolor=face, edgecolor=color, linewidth=1.5, label=name)
         axis.axhline(1, color=INK, linewidth=0.8, linestyle=":")
         axis.set(title=title, xlabel="KL divergence, millinats per token (tiny-gemma)")
-        axis.set_xscale("symlog", linthresh=0.01)
-        axis.set_xlim(-0.003, 2 * max(kl for kl, _, _ in points.values()))
-        low, high = axis.get_ylim()
-        axis.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
         _plain(axis)
-    axes[0, 0].set_ylabel("times as fast as bfloat16\n(Gemma 2B's shape, H200)")
+    shared = axes[0, 0]  # of all panels
+    shared.set_xscale("symlog", linthresh=0.01)
+    shared.set_xlim(-0.003, 2 * max(kl for points in panels.values() for kl, _, _ in points.values()))
+    low, high = shared.get_ylim()
+    shared.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
+    shared.set_ylabel("times as fast as bfloat16\n(Gemma 2B's shape, H200)")
     marks = [
         plt.Line2D([], [], marker="o", linestyle="", color=color) for color, _ in zip(COLORS, points, strict=False)
     ]

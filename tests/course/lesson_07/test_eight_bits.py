@@ -1,10 +1,13 @@
 """Lesson 07's set-ups: copies of a model compute the same, and the model that they were made from stays as it was."""
 
+import math
+
 import pytest
 import torch
 
 from minillm.course.lesson_07 import eight_bits
 from minillm.quantization import Activations, Fp8, Int8
+from tests.course.lesson import solved
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,20 @@ def test_planted_outliers_a_smoothed_and_a_rotated_copy_compute_the_same(model, 
         assert text.divergence(copy) < 1e-7
     assert same(model, before)
     assert not torch.equal(smoothed.layers[0].qkv.dequantize(), model.layers[0].qkv.dequantize())
+
+
+def test_the_largest_inputs_are_what_the_captions_say(model):
+    plain, ids = eight_bits.dense(), eight_bits.HeldOut().ids[:1]
+    gate_up, down = (eight_bits.inputs_of(plain, ids)[f"layers.0.{name}"].abs() for name in ("gate_up", "down"))
+    lesson = solved("07")
+    lesson.says(f"Inputs of gate_up are of similar size, all below {math.ceil(gate_up.max())}.")
+    lesson.says("Inputs of down are mostly below 10, but the first token, bos, has one of 80.")
+    assert down[1:].amax(1).quantile(0.9) < 10 and down[0].max() == pytest.approx(80, abs=0.5)
+    before, after = (
+        eight_bits.inputs_of(each, ids)["layers.3.qkv"][50:54].abs().amax(0).sort().values for each in (plain, model)
+    )
+    lesson.says(f"In tiny-gemma all are below {math.ceil(before.max())}. With planted outliers, four channels are far")
+    assert after[-4] > 10 * before.max() >= 10 * after[-5] > 0
 
 
 def test_a_quantized_copy_leaves_the_model_as_it_was(model, text):

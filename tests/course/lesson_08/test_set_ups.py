@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
 from minillm import LLM, SamplingParams, using
 from minillm.bench import records
 from minillm.course.lesson_07 import eight_bits
-from minillm.course.lesson_08 import choices, four_bits, small_caches
+from minillm.course.lesson_08 import choices, four_bits, pictures, small_caches
 from minillm.course.shared import held_out
 from minillm.kv_cache.layer_cache import quantize
 from minillm.quantization import Mxfp4, Nvfp4
@@ -154,9 +155,21 @@ def test_fronts_and_confirmed_words_are_what_the_lesson_says():
     }
     assert fronts[1] == ["INT8 weight-only (W8A16)", "INT4 GPTQ (W4A16)"]
     assert fronts[3000] == ["FP8 (W8A8)", "INT8 SmoothQuant (W8A8)", *fronts[1]]
+    four_bits = [found[f"INT4 {method} (W4A16)"].gains for method in ("weight-only", "AWQ", "GPTQ")]
+    others = [method.gains[1] for name, method in found.items() if "W4A16" not in name]
+    assert all(max(others) < gains[1] and 0.95 < gains[3000] < 1.05 for gains in four_bits)
     counts = [choices.confirmed(found, few, many) for few in (1, 4) for many in (16, 64, 3000)]
     assert counts == [8, 12, 12, 5, 9, 9]
     assert all(low <= 0 < high for low, high in (x.interval for x in found.values()))
+
+
+def test_panels_of_choices_have_the_same_axes():
+    points = {"a": (0.1, 4e6, 0.8), "b": (3.0, 2e6, 1.7)}
+    pictures.pareto({"one": points, "many": points | {"a": (0.1, 4e6, 2.5)}}, {"one": ["b"], "many": ["a"]})
+    one, many = plt.gcf().axes
+    assert one.get_xlim() == many.get_xlim() and one.get_ylim() == many.get_ylim()
+    assert one.get_ylim()[1] > 2.5 and one.get_xscale() == many.get_xscale() == "symlog"
+    plt.close("all")
 
 
 def test_speeds_in_the_table_are_those_with_a_16_bit_cache(monkeypatch):
