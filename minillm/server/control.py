@@ -10,6 +10,7 @@ From the owner of a worker:
     engine      a socket: the connection to the engine; seconds: from its end until another one is ready, by estimate
     gone        there is no engine; seconds: until there is, by estimate
     counted     families: all that the server has counted; id: that of the question
+    told        what another worker told all others, as further members
     stop        accept no new requests, finish those that run; grace: seconds until the rest is aborted
 From a worker:
     ready       it accepts requests
@@ -18,6 +19,8 @@ From a worker:
     lost        its connection to the engine is closed
     answered    status: that of a response, to be counted
     count       id: asks for all that the server has counted
+    moved       choices: how many went on in another engine, as theirs had ended
+    tell        what: an object for all other workers
 From the owner of the engine's process:
     worker      a socket: the connection to a worker
     stop        abort what runs and exit

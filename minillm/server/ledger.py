@@ -35,6 +35,7 @@ class Ledger:
         self._before: Families = []  # what engines have counted that have ended
         self._responses = Counter[int]()
         self._restarts = {"engine": 0, "worker": 0}
+        self._moved = 0
         self._lock = threading.Lock()
 
     def answered(self, status: int) -> None:
@@ -57,6 +58,11 @@ class Ledger:
         with self._lock:
             self._restarts[what] += 1
 
+    def moved(self, choices: int) -> None:
+        """Count choices that went on in another engine, as theirs had ended."""
+        with self._lock:
+            self._moved += choices
+
     def families(self) -> Families:
         """Return all that was counted."""
         with self._lock:
@@ -66,6 +72,7 @@ class Ledger:
                 own.append(
                     _counter(f"{what}_restarts", f"Times that the {text} was replaced", [[{}, self._restarts[what]]])
                 )
+            own.append(_counter("choices_moved", "Choices that went on in another engine", [[{}, self._moved]]))
             return own + summed(self._before, self.engine())
 
 

@@ -71,9 +71,9 @@ def serve(
     Raises PortTaken, ConfigError; ServerFailed if the engine cannot be started, or no worker is left.
     """
     config, engine_options = split(options)
-    _check(config)
-    with _terminate_as_interrupt(), _listening(host, port) as listener:
-        url, fleet = _url(host, listener), _workers(listener, config)
+    check_server(config)
+    with terminate_as_interrupt(), listening(host, port) as listener:
+        url, fleet = url_of(host, listener), _workers(listener, config)
         try:
             if sys.platform == "win32" or overrides.any_replaced():
                 if profile is not None:
@@ -90,7 +90,7 @@ def serve(
             supervisor = Supervisor(fleet, given, config.hang_timeout, config.load_timeout)
             try:
                 supervisor.start()
-                _announce(supervisor.model, url)
+                announce(supervisor.model, url)
                 supervisor.join()
             finally:
                 supervisor.stop()
@@ -100,11 +100,12 @@ def serve(
 
 def _serve_here(engine: "AsyncLLM", name: str, url: str, fleet: Workers, config: ServerConfig) -> None:
     with _serving(engine, name, url, fleet, config) as server:
-        _announce(server.model, url)
+        announce(server.model, url)
         fleet.join()
 
 
-def _announce(model: str, url: str) -> None:
+def announce(model: str, url: str) -> None:
+    """Say that the server is ready. model: its name, or those of several."""
     log.info("minillm is serving %s at %s/v1, with a live page at %s (press Ctrl-C to stop)", model, url, url)
 
 
@@ -129,10 +130,10 @@ def running(
     Raises PortTaken, ConfigError; ServerFailed if a worker does not start.
     """
     config, engine_options = split(options, log_level="warning")
-    _check(config)
-    with _listening(host, port) as listener, _engine(model, engine_options) as engine:
+    check_server(config)
+    with listening(host, port) as listener, _engine(model, engine_options) as engine:
         fleet, name = _workers(listener, config), served_model_name or engine.name
-        with _serving(engine, name, _url(host, listener), fleet, config) as server:
+        with _serving(engine, name, url_of(host, listener), fleet, config) as server:
             yield server
 
 
@@ -155,7 +156,7 @@ def _serving(engine: "AsyncLLM", name: str, url: str, fleet: Workers, config: Se
 
 
 @contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
+def terminate_as_interrupt() -> Iterator[None]:
     """Make SIGTERM act like Ctrl-C; only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -167,7 +168,7 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _check(config: ServerConfig) -> None:
+def check_server(config: ServerConfig) -> None:
     """Check what can be checked before a model loads. Raises ConfigError, MissingPackage."""
     for name in NEEDED:
         if importlib.util.find_spec(name) is None:
@@ -202,7 +203,8 @@ def _engine(model: "str | Path | LLM | AsyncLLM | None", options: EngineOptions)
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Listen until the block ends. Raises PortTaken, OSError."""
     listener = _listen(host, port)
     try:
         yield listener
@@ -228,6 +230,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(host: str, listener: socket.socket) -> str:
+def url_of(host: str, listener: socket.socket) -> str:
+    """Return the server's URL for clients of this machine."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{shown}:{listener.getsockname()[1]}"

@@ -80,6 +80,8 @@ class EngineFacts:
     capacity: int  # most choices that may run or wait in the server
     config: ServerConfig  # without the key
     api_key: str | None = None  # what `config.digest` returned for the server's key, if it has one
+    block_size: int = 0  # tokens in a block of the cache
+    prefix_blocks: int = 0  # blocks that the cache can hold of prefixes; 0 if it keeps none
 
 
 # ---- from a worker

@@ -199,7 +199,7 @@ def test_neither_an_engine_nor_an_owner_that_is_stuck_keeps_a_scrape_waiting(mon
                 scrape.received(number, [["a", "counter", "b", [["a_total", {}, 7]]]])
 
     asked: list[int] = []
-    scrape = Scrape(Stuck(), Owner())
+    scrape = Scrape([Stuck()], Owner())
     for patience in (0.01, TIMEOUT):
         wait(0.01)
         if patience == TIMEOUT:

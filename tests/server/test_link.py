@@ -48,8 +48,8 @@ from minillm.server.wire import (
     encode,
     numbers_of,
 )
-from minillm.server.worker.link import ERRORS, EngineGone, Prompt, RemoteEngine, _changed
-from tests.waiting import TIMEOUT, async_wait_until, wait_until
+from minillm.server.worker.link import ERRORS, EngineGone, Prompt, RemoteEngine, changed_fields
+from tests.waiting import TIMEOUT, async_wait_until, paused_steps, wait_until
 
 TEXT, IDS, INT = st.text(), st.lists(st.integers(0, 1 << 17)), st.integers(0, 1 << 40)
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1)).map(numbers_of)
@@ -208,9 +208,31 @@ def test_an_engine_that_is_sent_no_message_drops_this_worker_alone(engine, data,
     assert "the connection to an HTTP worker failed; its requests are lost" in caplog.text
 
 
+def test_a_closing_engine_does_not_tell_workers_that_their_answers_have_ended(engine, monkeypatch):
+    """What it aborts then is no end of an answer: with other engines, it goes on there."""
+    hub = Hub(engine, "here", CONFIG)
+    ours, theirs = socket.socketpair()
+    line, abort = hub.connect(ours), engine.abort
+
+    def tell_and_abort(prepared):
+        line.send(Deltas([Event(0, [], reason="abort")], numbers_of([])))
+        abort(prepared)
+
+    monkeypatch.setattr(engine, "abort", tell_and_abort)
+    with theirs, paused_steps():
+        theirs.settimeout(TIMEOUT)
+        theirs.sendall(encode(submit(params={"max_tokens": 200, "ignore_eos": True})))
+        wait_until(lambda: hub.running == 1)
+        hub.close()
+        decoder, arrived = MessageDecoder(), []
+        while data := theirs.recv(1 << 20):
+            arrived += decoder.feed(data)
+    assert arrived == [hub.hello]
+
+
 def test_parameters_are_sent_as_differences_from_the_defaults():
     params = SamplingParams(max_tokens=3, stop="end", logit_bias={5: 1.5}, seed=0, temperature=1.0)
-    form = _changed(params)
+    form = changed_fields(params)
     assert set(form) == {"max_tokens", "stop", "logit_bias", "seed"}
     (message,) = sent(submit(params=form))
     assert SamplingParams(**message.params) == params

@@ -14,7 +14,7 @@ import pytest
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import MissingPackage
 from minillm.server import running
-from minillm.server.supervisor.fleet import Workers
+from minillm.server.supervisor.fleet import Worker, Workers
 from tests.server.processes import serving, started
 from tests.waiting import TIMEOUT, idle, paused_steps, wait_until
 
@@ -64,6 +64,29 @@ def test_all_workers_serve_one_port_and_each_reports_the_whole_servers_metrics(p
     assert answers[0] == answers[1]
     assert 'minillm_http_requests_total{status="200"} 3.0' in text.splitlines()  # with the first scrape
     assert "minillm_generated_tokens_total 12.0" in text.splitlines()
+
+
+def test_what_a_worker_tells_reaches_all_others_and_what_it_moved_is_counted():
+    class Heard(list):
+        """A worker's child, whose control socket keeps what is sent."""
+
+        def __init__(self):
+            self.control, self.send, self.close = self, self.append, lambda: None
+
+    workers = [Worker(Heard(), slot, 0) for slot in range(3)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fleet = Workers(listener, 3, grace=1, hang_timeout=300)
+        fleet.running = workers
+        fleet._heard(workers[1], {"op": "tell", "what": {"key": "value"}})
+        fleet._heard(workers[1], {"op": "moved", "choices": 3})
+        fleet.close()
+    assert [worker.child for worker in workers] == [
+        [{"op": "told", "key": "value"}],
+        [],
+        [{"op": "told", "key": "value"}],
+    ]
+    (moved,) = (family for family in fleet.ledger.families() if family[0] == "minillm_choices_moved")
+    assert moved[3] == [["minillm_choices_moved_total", {}, 3]]
 
 
 def test_a_stuck_worker_does_not_block_the_engine(pair, engine):

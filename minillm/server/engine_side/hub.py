@@ -56,6 +56,8 @@ class Hub:
             capacity=self.admission.capacity.choices,
             config=replace(config, api_key=None),
             api_key=digest(config.api_key),
+            block_size=engine.config.block_size,
+            prefix_blocks=_prefix_blocks(engine),
         )
         self.hello = Hello(self.facts, str(directory.resolve()) if directory else None)
         self._selector = selectors.DefaultSelector()
@@ -154,3 +156,9 @@ class Hub:
         if isinstance(line, SocketLine):
             self._selector.unregister(line.sock)
         line.close()
+
+
+def _prefix_blocks(engine: AsyncLLM) -> int:
+    """Return how many blocks of prefixes the cache can hold; 0 if it keeps none."""
+    facts = engine.engine.facts
+    return facts.num_blocks // len(facts.windows) if engine.config.enable_prefix_caching else 0

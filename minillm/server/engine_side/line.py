@@ -445,9 +445,9 @@ class SocketLine(Line):
         return bool(data)
 
     def close(self) -> None:
-        super().close()
         with self._lock:
-            self.sock.close()
+            self.sock.close()  # first: the worker must not take what is aborted for the ends of its answers
+        super().close()
 
 
 def _failure(error: Exception) -> Failure:

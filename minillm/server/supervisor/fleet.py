@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from minillm.errors import MinillmError
 
@@ -45,11 +46,22 @@ class Workers:
     """The worker processes of a server. One that dies is replaced; one that fails to start is retried a few times.
 
     grace: seconds for requests in flight to finish when the server stops. hang_timeout: seconds without a report after
-    which a worker is killed, and so replaced.
+    which a worker is killed, and so replaced. module: what a worker runs; given: values for it. startup: seconds for
+    the workers to start.
     """
 
-    def __init__(self, listener: socket.socket, count: int, grace: float, hang_timeout: float):
+    def __init__(
+        self,
+        listener: socket.socket,
+        count: int,
+        grace: float,
+        hang_timeout: float,
+        module: str = "minillm.server.worker.worker",
+        given: dict[str, Any] | None = None,
+        startup: float = STARTUP,
+    ):
         self.listener, self.count, self.grace, self.hang_timeout = listener, count, grace, hang_timeout
+        self._module, self._given, self._startup = module, given or {}, startup
         self.running: list[Worker] = []
         self.ledger = Ledger()
         self._connect: Callable[[socket.socket], object] | None = None
@@ -63,23 +75,23 @@ class Workers:
         self._none_left, self._closed = threading.Event(), threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="minillm-worker-watchdog", daemon=True)
 
-    def start(self, connect: Callable[[socket.socket], object], reload: float = 0.0) -> None:
+    def start(self, connect: Callable[[socket.socket], object] | None, reload: float = 0.0) -> None:
         """Start all workers and wait until they accept requests. Raises ServerFailed, OSError.
 
-        connect: hands the engine its end of a connection to a worker. reload: seconds from the engine's end until
-        another one is ready, by estimate.
+        connect: hands the engine its end of a connection to a worker; None: workers find their engines themselves.
+        reload: seconds from the engine's end until another one is ready, by estimate.
         """
         with self._state_changed:
             self._connect, self._reload = connect, reload
             for _ in range(self.count):
                 self._begin(0)
-            settled = self._state_changed.wait_for(lambda: self._given_up or self._up == self.count, STARTUP)
+            settled = self._state_changed.wait_for(lambda: self._given_up or self._up == self.count, self._startup)
             self._starting = False
         self._watchdog.start()
         if self._given_up:
             raise ServerFailed(self._given_up)
         if not settled:
-            raise ServerFailed(f"a worker did not start within {STARTUP} s: is the machine overloaded?")
+            raise ServerFailed(f"a worker did not start within {self._startup:g} s: is the machine overloaded?")
 
     def engine_lost(self, seconds: float) -> None:
         """Tell workers to answer that there is no engine. seconds: until there is one, by estimate."""
@@ -152,7 +164,7 @@ class Workers:
         """Kill workers that do not report any more; with the lock held."""
         for worker in self.running:
             # One that starts does not report, and becomes ready only if there is an engine.
-            limit = self.hang_timeout if worker.ready else max(STARTUP, self.hang_timeout)
+            limit = self.hang_timeout if worker.ready else max(self._startup, self.hang_timeout)
             if now - worker.heard > limit and not self._stopping and (worker.ready or self._connect is not None):
                 log.warning("an HTTP worker has not reported for more than %g s; ending it", limit)
                 worker.heard = now  # not again with every tick
@@ -176,6 +188,12 @@ class Workers:
                 case "count":
                     counted = {"op": "counted", "id": message["id"], "families": self.ledger.families()}
                     worker.child.control.send(counted)
+                case "moved":
+                    self.ledger.moved(message["choices"])
+                case "tell":
+                    for other in self.running:
+                        if other is not worker:
+                            other.child.control.send({"op": "told"} | message["what"])
 
     def _gone(self, worker: Worker) -> None:
         """Handle the end of a worker, which has closed its control socket."""
@@ -233,11 +251,11 @@ class Workers:
 
     def _launch(self, failures: int) -> Worker:
         slot = min(set(range(self.count)) - {worker.slot for worker in self.running})
-        given, files = {}, []
+        given, files = dict(self._given), []
         if self._shares is not None:
             given["shares"] = [self._shares.file, self._shares.count, slot]
             files.append(self._shares.file)
-        return Worker(Child("minillm.server.worker.worker", given, {"listener": self.listener}, files), slot, failures)
+        return Worker(Child(self._module, given, {"listener": self.listener}, files), slot, failures)
 
     def _link(self, worker: Worker) -> None:
         """Connect a worker to the engine, if there is one. If there is not, it will be once the engine is back."""

@@ -1,6 +1,7 @@
 """The routes: OpenAI's API, vLLM's /tokenize, Triton's /v2, health and metrics, and a page.  Lesson 99.
 
-The application holds no model. It sends requests to a `ServedEngine`: in another process, or in this one.
+The application holds no model. It sends requests to a `ServedEngine`: in another process, or in this one. With several
+of them it serves several models, and a request's `model` says which one is meant.
 """
 
 import asyncio
@@ -51,15 +52,18 @@ from .served_engine import ServedEngine
 LONG_TEXT = 10_000  # characters in all prompts; text this long is tokenized in a thread, so other streams keep going
 
 
-def create_app(engine: ServedEngine, address: str, metrics_text: Callable[[], Awaitable[bytes]]) -> FastAPI:
+def create_app(
+    engine: ServedEngine, address: str, metrics_text: Callable[[], Awaitable[bytes]], *more: ServedEngine
+) -> FastAPI:
     """Return the application that serves `engine`, which must be connected. address: where the server listens.
 
-    metrics_text: returns all metrics, in Prometheus' text format.
+    metrics_text: returns all metrics, in Prometheus' text format. more: engines of other models, with the same options
+    of the server.
     """
     app = FastAPI(
         title="minillm", version=__version__, description="An OpenAI-compatible server over the minillm engine."
     )
-    server = _Server(engine)
+    models = _Models((engine, *more))
     config = engine.facts.config
     app.add_middleware(Methods, routes=app.routes)
     app.add_middleware(
@@ -79,8 +83,8 @@ def create_app(engine: ServedEngine, address: str, metrics_text: Callable[[], Aw
     @app.get("/health")
     @app.get("/v1/health/ready")
     async def health() -> Response:
-        """200 while the engine accepts requests, 503 while it is closed, gone or stuck."""
-        if await server.alive():
+        """200 while the engine accepts requests, 503 while it is closed, gone or stuck, or that of any model."""
+        if await models.alive():
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "the engine is not running"}, status_code=503)
 
@@ -103,47 +107,88 @@ def create_app(engine: ServedEngine, address: str, metrics_text: Callable[[], Aw
     add_page(app)
 
     @app.get("/engine/state")
-    async def state() -> Response:
+    async def state(model: str | None = None) -> Response:
         """What the engine holds now: the numbers that the page at / shows, a few times a second at most."""
-        return Response(await engine.ask(State()), media_type="application/json", headers={"cache-control": "no-store"})
+        chosen = models.named(model or engine.facts.name).engine
+        return Response(await chosen.ask(State()), media_type="application/json", headers={"cache-control": "no-store"})
 
     @app.get("/v1/models")
-    async def models() -> dict:
-        return {"object": "list", "data": [server.card]}
+    async def list_models() -> dict:
+        return {"object": "list", "data": [server.card for server in models.servers]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict:
-        server.check_model(name)
-        return server.card
+        return models.named(name).card
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        return await server.answer(request, CompletionRequest, server.complete)
+        return await models.answer(request, CompletionRequest, lambda body: models.named(body.model).complete(body))
 
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
     async def chat(request: Request) -> Response:
-        return await server.answer(request, ChatRequest, server.chat)
+        return await models.answer(request, ChatRequest, lambda body: models.named(body.model).chat(body))
 
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        return await server.answer(request, TokenizeRequest, server.ids_of)
+        return await models.answer(request, TokenizeRequest, lambda body: models.named(body.model).ids_of(body))
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        return await server.answer(request, DetokenizeRequest, server.text_of)
+        return await models.answer(request, DetokenizeRequest, lambda body: models.named(body.model).text_of(body))
 
-    kserve.add_routes(app, server)
+    kserve.add_routes(app, models)
     forms = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *kserve.FORMS)
-    describe(app, forms, engine.facts.vocab_size)
+    describe(app, forms, max(server.engine.facts.vocab_size for server in models.servers))
     return app
 
 
+class _Models:
+    """State that the routes share: the models by their names for clients, and the body reader."""
+
+    def __init__(self, engines: Sequence[ServedEngine]):
+        self.servers = [_Server(engine) for engine in engines]
+        self._named = {server.engine.facts.name: server for server in self.servers}
+        longest = max(engine.facts.max_request_len for engine in engines)
+        self._bodies = BodyReader(longest, engines[0].facts.config.body_timeout)
+
+    async def alive(self) -> bool:
+        """Return whether the engines of all models accept requests."""
+        return all(await asyncio.gather(*(server.alive() for server in self.servers)))
+
+    def named(self, name: str | None) -> "_Server":
+        """Return a model; None: the only one. Raises APIError if there is no such model."""
+        if name is None and len(self.servers) == 1:
+            return self.servers[0]
+        if name in self._named:
+            return self._named[name]
+        names = ", ".join(map(repr, self._named))
+        wrong = "this request names no model" if name is None else f"unknown model {shown(name)}"
+        raise APIError(f"{wrong}: this server serves {names}", status=404, param="model", code="model_not_found")
+
+    async def answer(
+        self, request: Request, form: type[Form], endpoint: Callable[[Form], Awaitable[Response]]
+    ) -> Response:
+        """Read the body, run the endpoint, and cancel the work if the client disconnects."""
+        try:
+            async with self.servers[0].engine.until_given_up():
+                body = await self._bodies.read(request, form)
+                if body.model is not None:
+                    self.named(body.model)
+                return await unless_disconnected(request.receive, endpoint(body))
+        except ClientGone:
+            return Response(status_code=499)
+        except Exception as error:
+            response = refusal(as_api_error(error), request.url.path)
+            # The frames are in a reference cycle, which would keep the request alive until the garbage collector runs.
+            traceback.clear_frames(error.__traceback__)
+            return response
+
+
 class _Server:
-    """State that the routes share: the engine, the body reader, and the model card."""
+    """One model: its engine and its card."""
 
     def __init__(self, engine: ServedEngine):
         self.engine = engine
-        self.bodies = BodyReader(engine.facts.max_request_len, engine.facts.config.body_timeout)
         self.texts = TokenTexts(engine.tokenizer)
         self.created = int(time.time())
 
@@ -173,33 +218,11 @@ class _Server:
         except (EngineError, TimeoutError):
             return False
 
-    def check_model(self, name: str | None) -> None:
-        if name not in (None, self.engine.facts.name):
-            message = f"unknown model {shown(name)}: this server serves {self.engine.facts.name!r}"
-            raise APIError(message, status=404, param="model", code="model_not_found")
-
     def check_choices(self, choices: int, n: int) -> None:
         if choices > self.engine.facts.capacity:
             name, held = "n" if n > 1 else "prompt", self.engine.facts.capacity
             message = f"{name} asks for {choices} choices, but this server's limit is {held}: split the request"
             raise APIError(message, param=name)
-
-    async def answer(
-        self, request: Request, form: type[Form], endpoint: Callable[[Form], Awaitable[Response]]
-    ) -> Response:
-        """Read the body, run the endpoint, and cancel the work if the client disconnects."""
-        try:
-            async with self.engine.until_given_up():
-                body = await self.bodies.read(request, form)
-                self.check_model(body.model)
-                return await unless_disconnected(request.receive, endpoint(body))
-        except ClientGone:
-            return Response(status_code=499)
-        except Exception as error:
-            response = refusal(as_api_error(error), request.url.path)
-            # The frames are in a reference cycle, which would keep the request alive until the garbage collector runs.
-            traceback.clear_frames(error.__traceback__)
-            return response
 
     # ---- the endpoints
 

@@ -43,18 +43,24 @@ _CONFIG_TYPES = {"BYTES": "TYPE_STRING"}
 _NO_EFFECT = ("n", "stream_options", "return_token_ids")  # fields of OpenAI's API that no response here could show
 
 
-class Serving(Protocol):
-    """What these routes use of the application."""
+class ServedModel(Protocol):
+    """What these routes use of a model."""
 
     engine: ServedEngine
 
     async def alive(self) -> bool: ...
-    def check_model(self, name: str | None) -> None: ...
+    async def prompts(self, texts: list[str], n: int) -> list[Prompt]: ...
+    async def collect(self, source: AsyncGenerator[tuple[Choice, Delta]], count: int) -> list[Completion]: ...
+
+
+class Serving(Protocol):
+    """What these routes use of the application."""
+
+    async def alive(self) -> bool: ...
+    def named(self, name: str | None) -> ServedModel: ...
     async def answer(
         self, request: Request, form: type[Form], endpoint: Callable[[Form], Awaitable[Response]]
     ) -> Response: ...
-    async def prompts(self, texts: list[str], n: int) -> list[Prompt]: ...
-    async def collect(self, source: AsyncGenerator[tuple[Choice, Delta]], count: int) -> list[Completion]: ...
 
 
 def _describe_parameters(schema: dict[str, Any]) -> None:
@@ -158,21 +164,24 @@ class InferRequest(Body):
 FORMS = (GenerateRequest, InferRequest)
 
 
-def add_routes(app: FastAPI, server: Serving) -> None:
+def add_routes(app: FastAPI, models: Serving) -> None:
     """Add the routes under /v2 to the application."""
-    engine = server.engine
 
-    def check(name: str, version: str) -> None:
-        server.check_model(name)
+    def find(name: str, version: str) -> ServedModel:
+        model = models.named(name)
         if version != VERSION:
             message = f"unknown version {version[:QUOTED]!a}: the model has version {VERSION}"
             raise APIError(message, status=404, param="version")
+        return model
+
+    async def ready_if(alive: Awaitable[bool]) -> Response:
+        if not await alive:
+            raise APIError("the engine is not running", status=503)
+        return Response()
 
     async def ready() -> Response:
         """200 while the engine accepts requests, 503 once it is closed or gone."""
-        if not await server.alive():
-            raise APIError("the engine is not running", status=503)
-        return Response()
+        return await ready_if(models.alive())
 
     @app.get("/v2")
     async def about() -> dict:
@@ -191,67 +200,66 @@ def add_routes(app: FastAPI, server: Serving) -> None:
             method(path + action, **more)(endpoint)
 
     async def model_ready(name: str, version: str = VERSION) -> Response:
-        check(name, version)
-        return await ready()
+        return await ready_if(find(name, version).alive())
 
     async def config(name: str, version: str = VERSION) -> dict:
-        check(name, version)
-        return _config(engine.facts.name)
+        return _config(find(name, version).engine.facts.name)
 
     async def metadata(name: str, version: str = VERSION) -> dict:
         if name.endswith(POSTED):  # a name may have slashes
             raise HTTPException(405)
-        check(name, version)
-        return _metadata(engine.facts.name)
+        return _metadata(find(name, version).engine.facts.name)
 
     async def statistics(name: str, version: str = VERSION) -> None:
-        check(name, version)
+        find(name, version)
         raise APIError("this server keeps no statistics of a model: /metrics counts requests and times", status=404)
 
     async def infer(request: Request, name: str, version: str = VERSION) -> Response:
         async def endpoint(body: InferRequest) -> Response:
-            check(name, version)
+            model = find(name, version)
             (texts, settings), binary = body.read(), body.wants_binary()
-            source = await start(texts, settings)
-            done = await server.collect(source, len(texts))
+            source = await start(model, texts, settings)
+            done = await model.collect(source, len(texts))
             tensor, data = tensors.output(OUTPUT, [each.text for each in done], binary)
-            answer = _answer(engine.facts.name, body.id) | {"outputs": [tensor]}
+            answer = _answer(model, body.id) | {"outputs": [tensor]}
             if not binary:
                 return JSONResponse(answer)
             head = json.dumps(answer).encode()
             return Response(head + data, 200, {JSON_LENGTH: str(len(head))}, "application/octet-stream")
 
-        return await server.answer(request, InferRequest, endpoint)
+        return await models.answer(request, InferRequest, endpoint)
 
     async def generate(request: Request, name: str, version: str = VERSION) -> Response:
         async def endpoint(body: GenerateRequest) -> Response:
-            check(name, version)
+            model = find(name, version)
             if body.stream:
                 raise APIError("generate gives one response: send stream: true to generate_stream", param="stream")
-            return JSONResponse(await whole(body))
+            return JSONResponse(await whole(model, body))
 
-        return await server.answer(request, GenerateRequest, endpoint)
+        return await models.answer(request, GenerateRequest, endpoint)
 
     async def generate_stream(request: Request, name: str, version: str = VERSION) -> Response:
         async def endpoint(body: GenerateRequest) -> Response:
-            check(name, version)
-            source = await start([body.text_input], body)
+            model = find(name, version)
+            source = await start(model, [body.text_input], body)
             if body.stream is False:
-                (done,) = await server.collect(source, 1)
-                return BareStream(_once(_answer(engine.facts.name, body.id) | {OUTPUT: done.text}), source)
+                (done,) = await model.collect(source, 1)
+                return BareStream(_once(_answer(model, body.id) | {OUTPUT: done.text}), source)
             # Wait for the first delta here: an error before it can still set the HTTP status.
             first = await anext(source)
-            return BareStream(_pieces(_answer(engine.facts.name, body.id), first, source), source)
+            return BareStream(_pieces(_answer(model, body.id), first, source), source)
 
-        return await server.answer(request, GenerateRequest, endpoint)
+        return await models.answer(request, GenerateRequest, endpoint)
 
-    async def start(texts: list[str], settings: GenerationRequest) -> AsyncGenerator[tuple[Choice, Delta]]:
+    async def start(
+        model: ServedModel, texts: list[str], settings: GenerationRequest
+    ) -> AsyncGenerator[tuple[Choice, Delta]]:
         params, options = settings.sampling(), settings.options()
-        return engine.stream(await server.prompts(texts, 1), params, 1, options)
+        return model.engine.stream(await model.prompts(texts, 1), params, 1, options)
 
-    async def whole(body: GenerateRequest) -> dict:
-        (done,) = await server.collect(await start([body.text_input], body), 1)
-        return _answer(engine.facts.name, body.id) | {OUTPUT: done.text}
+    async def whole(model: ServedModel, body: GenerateRequest) -> dict:
+        (done,) = await model.collect(await start(model, [body.text_input], body), 1)
+        return _answer(model, body.id) | {OUTPUT: done.text}
 
     for_model(app.get, "/ready", model_ready)
     for_model(app.get, "/config", config)
@@ -262,9 +270,9 @@ def add_routes(app: FastAPI, server: Serving) -> None:
     for_model(app.get, "", metadata)  # last: a name would match the others' paths, too
 
 
-def _answer(model: str, request_id: str | None) -> dict:
+def _answer(model: ServedModel, request_id: str | None) -> dict:
     named = {} if request_id is None else {"id": request_id}
-    return named | {"model_name": model, "model_version": VERSION}
+    return named | {"model_name": model.engine.facts.name, "model_version": VERSION}
 
 
 async def _once(event: dict) -> AsyncGenerator[str]:

@@ -107,7 +107,7 @@ def _error(failure: Failure) -> Exception:
     return ERRORS[failure.kind](failure.message, *after)
 
 
-def _changed(given: SamplingParams | RequestOptions) -> dict:
+def changed_fields(given: SamplingParams | RequestOptions) -> dict:
     """Return the fields that differ from their defaults."""
     pairs = ((field, getattr(given, field.name)) for field in fields(given) if field.init)
     return {field.name: value for field, value in pairs if value != field.default}
@@ -136,6 +136,14 @@ class EngineClient(ABC):
     def _send(self, message: FromWorker) -> None:
         """Send a message to the engine. Raises EngineGone."""
 
+    def _begin(self, request: Submit, params: SamplingParams) -> None:
+        """Submit a request. Raises EngineGone. params: the request's, with what `request.params` leaves out."""
+        self._send(request)
+
+    def _end(self, keys: Iterable[int]) -> None:
+        """Abort what still runs of a request that is over. keys: those of its choices."""
+        self._abort(keys)
+
     # ---- what the HTTP side uses
 
     async def stream(
@@ -161,7 +169,7 @@ class EngineClient(ABC):
         for index, (prompt, _) in enumerate(itertools.product(prompts, range(n))):
             mine[next(self._keys)] = Choice(index, prompt, self.tokenizer, params)
         self._choices |= {key: (choice, queue) for key, choice in mine.items()}
-        changed = _changed(params)
+        changed = changed_fields(params)
         if self.tokenizer is not None:  # stop strings are found here, where tokens become text
             changed.pop("stop", None)
         access = CURRENT.get() or Access()
@@ -172,7 +180,7 @@ class EngineClient(ABC):
             many = sum(map(len, ids)) > MANY_NUMBERS
             numbers = await asyncio.to_thread(_joined, ids) if many else _joined(ids)
             forms, stops = [each.form for each in prompts], bool(params.stop)
-            self._send(Submit(min(mine), forms, changed, _changed(options), n, stops, client, numbers))
+            self._begin(Submit(min(mine), forms, changed, changed_fields(options), n, stops, client, numbers), params)
             left, failed = len(mine), 0
             while left:
                 item = await queue.get()
@@ -190,7 +198,7 @@ class EngineClient(ABC):
         finally:
             for deadline in deadlines:
                 deadline.cancel()
-            self._abort(mine)
+            self._end(mine)
             for choice in mine.values():
                 access.ended(choice.completion, choice.index % n == 0)
 

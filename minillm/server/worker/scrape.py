@@ -5,7 +5,7 @@ Counts come from the owner of the workers (see `ledger`), also while there is no
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from ..access import CURRENT
 from ..control import Control
-from ..ledger import Families
+from ..ledger import Families, summed
 from ..limits import HEALTH
 from ..wire import Gauges
 from .gate import App, Message, Receive, Scope, Send
@@ -26,8 +26,8 @@ REFUSED = "minillm.refused"  # in the scope of a request that its connection has
 class Scrape:
     """The metrics of the whole server, as one of its workers gives them."""
 
-    def __init__(self, engine: ServedEngine, owner: Control):
-        self._engine, self._owner = engine, owner
+    def __init__(self, engines: Sequence[ServedEngine], owner: Control):
+        self._engines, self._owner = engines, owner
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[Families]] = {}
 
@@ -37,7 +37,7 @@ class Scrape:
 
     async def render(self) -> bytes:
         """Return all metrics, in Prometheus' text format."""
-        gauges = await gauges_of(self._engine)
+        gauges = await gauges_of(*self._engines)
         return text_of(await self._counted() + gauges)
 
     async def _counted(self) -> Families:
@@ -60,15 +60,20 @@ class Scrape:
             reply.set_result(families)
 
 
-async def gauges_of(engine: ServedEngine) -> Families:
-    """Return all that may rise and fall, as far as the engine answers."""
+async def gauges_of(*engines: ServedEngine) -> Families:
+    """Return all that may rise and fall, as far as the engines answer; of several, the sums."""
+    found = await asyncio.gather(*map(_gauges, engines))
+    up = ["minillm_engine_up", "gauge", "1 while the engine accepts requests, and 0 while it is gone or stuck"]
+    alive = int(all(each["alive"] for each in found))
+    return [[*up, [["minillm_engine_up", {}, alive]]], *summed(*(each["families"] for each in found))]
+
+
+async def _gauges(engine: ServedEngine) -> dict[str, Any]:
     try:
         async with asyncio.timeout(HEALTH):  # an engine that is stuck in a step may not even answer
-            found: dict[str, Any] = await engine.ask(Gauges())
+            return await engine.ask(Gauges())
     except (EngineError, TimeoutError):
-        found = {"alive": False, "families": []}
-    up = ["minillm_engine_up", "gauge", "1 while the engine accepts requests, and 0 while it is gone or stuck"]
-    return [[*up, [["minillm_engine_up", {}, int(found["alive"])]]], *found["families"]]
+        return {"alive": False, "families": []}
 
 
 def text_of(families: Families) -> bytes:
