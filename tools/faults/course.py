@@ -307,6 +307,27 @@ FAULTS = (
         "tests/course/lesson_99/test_under_load.py -k ratios",
     ),
     Fault(
+        "the engine's speed is that of its first line alone",
+        UNDER_LOAD,
+        "for name in (ENGINE, AGAIN) if name in outcomes",
+        "for name in (ENGINE,) if name in outcomes",
+        "tests/course/lesson_99/test_under_load.py -k count_together",
+    ),
+    Fault(
+        "a prediction whose measurement failed is not printed",
+        "minillm/course/shared/predictions.py",
+        'words.append("not measured" if measured is None else',
+        'words.append("" if measured is None else',
+        "tests/course/shared/test_checks.py -k bound_and_measurement",
+    ),
+    Fault(
+        "each panel of lesson 08's choices has its own vertical axis",
+        "minillm/course/lesson_08/pictures.py",
+        "sharex=True, sharey=True,",
+        "sharex=True,",
+        "tests/course/lesson_08/test_set_ups.py -k same_axes",
+    ),
+    Fault(
         "Gemma 2B is loaded where it does not fit",
         "minillm/course/lesson_99/large_model.py",
         "if found := problem():",

@@ -86,6 +86,14 @@ def floors_ms(precisions: Mapping[str, Precision]) -> dict[str, tuple[float, flo
     return {name: (1e12 * size[name] / bytes_per_s, 1e3 / speed[name][1]) for name in precisions}
 
 
+def floors_table(precisions: Mapping[str, Precision]) -> str:
+    """A lone request's time between two tokens, its floor, and how many times the floor it takes: a line each."""
+    return "\n".join(
+        f"{name:6}{took:5.2f} ms between tokens, {took / least:.2f} times its floor of {least:.2f} ms"
+        for name, (least, took) in floors_ms(precisions).items()
+    )
+
+
 def parts_table() -> str:
     """Where the time of a step goes, and the least each part needs, with one request and with 3,000.
 

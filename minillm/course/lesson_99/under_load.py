@@ -1,7 +1,7 @@
 """One load for several engines: the engine's own parts, a learner's, and each of these alone.  Lesson 99."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,9 +93,29 @@ def send(url: str, engines: Mapping[str, Replacements], *, rounds: int = 1, **lo
     return found
 
 
+def own(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """The engine's own parts: the runs of its first and of its last line, in the order in which they ran.
+
+    So its speed, with one run in each line, is the mean of the two. If one line has a problem, the other counts alone.
+    """
+    lines = [outcomes[name] for name in (ENGINE, AGAIN) if name in outcomes]
+    good = [each for each in lines if each.problem is None]
+    if not good:
+        return lines[0]
+    return Outcome([run for runs in zip(*(each.runs for each in good), strict=True) for run in runs])
+
+
 def whole(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
-    """Only those of the engine's own parts and of all of the learner's: the rows of the report card."""
-    return {name: outcomes[name] for name in (ENGINE, YOURS) if name in outcomes}
+    """The rows of the report card: the engine's own parts, both its lines together, and all of the learner's."""
+    found = {ENGINE: own(outcomes)} if ENGINE in outcomes else {}
+    return found | {name: outcomes[name] for name in (YOURS,) if name in outcomes}
+
+
+def share(rows: Mapping[str, Outcome]) -> float | None:
+    """The learner's tokens per second in % of the engine's; None if one of them has none. rows: of `whole`."""
+    if any(name not in rows or rows[name].problem is not None for name in (ENGINE, YOURS)):
+        return None
+    return 100 * rows[YOURS].tokens_per_s / rows[ENGINE].tokens_per_s
 
 
 def table(outcomes: Mapping[str, Outcome], more: Mapping[str, Callable[[Outcome], str]] | None = None) -> str:
@@ -115,26 +135,32 @@ def table(outcomes: Mapping[str, Outcome], more: Mapping[str, Callable[[Outcome]
     return "\n".join(lines)
 
 
-def ratios_table(outcomes: Mapping[str, Outcome], first: Outcome) -> str:
-    """Tokens per second in multiples of `first`'s, a line for each engine: of the median, and of each run."""
-    if first.problem is not None:
-        return f"nothing to compare with: {first.problem}"
+def ratios_table(outcomes: Mapping[str, Outcome]) -> str:
+    """Tokens per second in multiples of `own`'s, a line for each engine: of all rounds, and their range."""
+    engine = own(outcomes)
+    if engine.problem is not None:
+        return f"nothing to compare with: {engine.problem}"
     width = max(map(len, outcomes))
     lines = [f"{'':{width}}  tokens/s, in multiples of the engine's"]
     for name, outcome in outcomes.items():
         if outcome.problem is not None:
             said = f"  {outcome.problem}"
         else:
-            said = f"{outcome.tokens_per_s / first.tokens_per_s:6.2f}{_runs(outcome, first)}"
+            said = f"{outcome.tokens_per_s / engine.tokens_per_s:6.2f}{_rounds(outcome, engine)}"
             said += f"   did not run: {', '.join(outcome.idle)}" if outcome.idle else ""
         lines.append(f"{name:{width}}{said}")
     return "\n".join(lines)
 
 
-def _runs(outcome: Outcome, first: Outcome) -> str:
-    """The ratio of each round, if there are several."""
-    pairs: Sequence[tuple[dict, dict]] = list(zip(outcome.runs, first.runs, strict=False))
-    if len(pairs) < 2:
+def _rounds(outcome: Outcome, engine: Outcome) -> str:
+    """The least and the largest ratio of a round, if there are several: to the mean of the engine's runs in it."""
+    rounds = len(outcome.runs)
+    if rounds < 2:
         return ""
-    ratios = [mine["output_tokens_per_s"] / other["output_tokens_per_s"] for mine, other in pairs]
+    turns = len(engine.runs) // rounds
+    means = [
+        statistics.fmean(run["output_tokens_per_s"] for run in engine.runs[place * turns : (place + 1) * turns])
+        for place in range(rounds)
+    ]
+    ratios = [run["output_tokens_per_s"] / mean for run, mean in zip(outcome.runs, means, strict=True)]
     return f"   rounds {min(ratios):.2f} to {max(ratios):.2f}"

@@ -7,7 +7,7 @@ import pytest
 
 from minillm.advice.sizing import parameters
 from minillm.bench import records, workloads
-from minillm.course.lesson_99 import large_model, report_card, serving
+from minillm.course.lesson_99 import large_model, report_card, serving, under_load
 from minillm.course.lesson_99.report_card import PRECISIONS
 from minillm.course.making import build
 from minillm.model.config import PRESETS
@@ -102,6 +102,8 @@ def test_what_section_14_says_about_floors(lesson):
     floors = report_card.floors_ms(PRECISIONS)
     ratios = {name: took / least for name, (least, took) in floors.items()}
     lesson.says(f"bf16 takes {ratios['bf16']:.2f} times its floor, int4 {ratios['int4']:.2f} times")
+    printed = {name: lesson.number(rf"^{name} .* ms between tokens, ([\d.]+) times its floor") for name in ratios}
+    assert printed == {name: round(ratio, 2) for name, ratio in ratios.items()}
     least, took, _ = report_card.lost(step_of("chat"))["matrix products"]
     lesson.says(f"They reach {least / took:.0%} of the limit")
     lesson.says(f"writes {GEMMA.vocab_size:,} scores for each row")
@@ -164,7 +166,19 @@ def test_the_course_ends_with_the_learners_own_numbers(lesson):
     assert engine.start() < yours.start() < end.index("predicted   measured")
     assert all(len(row[1].split()) == 6 for row in (engine, yours)), "GB, price, tokens/s and three waits"
     assert "did not run" not in lesson.printed and "requests failed" not in lesson.printed
-    assert "yours: no part is solved yet" in Lesson("99", LEARNER).printed
+    learners = Lesson("99", LEARNER).printed
+    assert "yours: no part is solved yet\nwith all your parts: no prediction, not measured\n" in learners
+
+
+def test_the_engines_speed_is_the_mean_of_its_two_runs(lesson):
+    """On the card, and in the lines of section 17, whose first and last are on two sides of 1."""
+    lesson.says("All lines are divided by the mean of its two runs.", "The engine's is again the mean of its two runs.")
+    first, last = (lesson.number(rf"^{name} +([\d.]+)$") for name in (under_load.ENGINE, under_load.AGAIN))
+    assert (first + last) / 2 == pytest.approx(1, abs=0.006)
+
+
+def test_the_caption_of_the_gaps_names_its_axis(lesson):
+    lesson.says("A histogram of all gaps between tokens of eight clients, on a logarithmic axis")
 
 
 def test_gemma_is_loaded_only_if_the_learner_says_so():

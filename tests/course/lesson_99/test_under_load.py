@@ -97,8 +97,25 @@ def test_without_a_part_that_a_load_calls_only_the_engine_is_sent_to():
 
 def test_the_cards_rows_are_those_of_whole_engines():
     outcomes = {name: Outcome([run(1)]) for name in (under_load.YOURS, "rms_norm", under_load.CONTROL, "the engine")}
+    outcomes[under_load.AGAIN] = Outcome([run(3)])
     assert list(under_load.whole(outcomes)) == ["the engine", "yours"]
     assert under_load.whole({"rms_norm": Outcome()}) == {}
+    assert under_load.whole(outcomes)["the engine"].tokens_per_s == 2 and outcomes["the engine"].tokens_per_s == 1
+    assert under_load.share(under_load.whole(outcomes)) == 50
+    for name in under_load.whole(outcomes):
+        failed = under_load.whole(outcomes) | {name: Outcome(problem="4 of 4 failed")}
+        assert under_load.share(failed) is None
+    assert under_load.share(under_load.whole({"the engine": Outcome([run(1)])})) is None
+
+
+def test_the_engines_two_lines_count_together_and_one_that_failed_does_not():
+    good, failed = Outcome([run(100), run(200)]), Outcome(problem="4 of 4 failed")
+    both = under_load.own({"the engine": good, under_load.AGAIN: Outcome([run(120), run(240)])})
+    assert [each["output_tokens_per_s"] for each in both.runs] == [100, 120, 200, 240], "round by round"
+    for first, last in ((good, failed), (failed, good)):
+        assert under_load.own({"the engine": first, under_load.AGAIN: last}).runs == good.runs
+    assert under_load.own({"the engine": failed, under_load.AGAIN: failed}).problem == "4 of 4 failed"
+    assert under_load.own({"the engine": good}).runs == good.runs, "without a part of the learner's"
 
 
 def test_the_control_is_the_engines_own_even_while_another_norm_is_in_place():
@@ -124,16 +141,21 @@ def test_the_table_has_medians_of_the_runs_in_milliseconds():
 
 
 def test_ratios_are_of_medians_with_those_of_each_round():
-    engine = Outcome([run(100), run(200), run(300)])
+    """The engine's speed is that of both its lines: 110, 200 and 280 in the three rounds, and 200 in all of them."""
     found = {
+        "the engine": Outcome([run(100), run(190), run(300)]),
         "slower": Outcome([run(90), run(100), run(150)], {"rms_norm": 7}),
         "never": Outcome([run(200)] * 3, {"policy": 0, "rms_norm": 1}),
         "failed": Outcome(problem="4 of 4 failed"),
+        under_load.AGAIN: Outcome([run(120), run(210), run(260)]),
     }
-    _, slower, never, failed = under_load.ratios_table(found, engine).splitlines()
-    assert slower.split() == ["slower", "0.50", "rounds", "0.50", "to", "0.90"]
-    assert never.split() == ["never", "1.00", "rounds", "0.67", "to", "2.00", "did", "not", "run:", "policy"]
+    _, engine, slower, never, failed, again = under_load.ratios_table(found).splitlines()
+    assert engine.split()[2:] == ["0.95", "rounds", "0.91", "to", "1.07"]
+    assert slower.split() == ["slower", "0.50", "rounds", "0.50", "to", "0.82"]
+    assert never.split() == ["never", "1.00", "rounds", "0.71", "to", "1.82", "did", "not", "run:", "policy"]
     assert failed.split()[1:] == ["4", "of", "4", "failed"]
-    single = under_load.ratios_table({"one": Outcome([run(50)])}, Outcome([run(100)])).splitlines()[1]
-    assert single.split() == ["one", "0.50"], "one round has no range"
-    assert "4 of 4" in under_load.ratios_table(found, found["failed"])
+    assert again.split()[4:] == ["1.05", "rounds", "0.93", "to", "1.09"]
+    one = {"the engine": Outcome([run(80)]), "one": Outcome([run(50)]), under_load.AGAIN: Outcome([run(120)])}
+    lines = under_load.ratios_table(one).splitlines()[1:]
+    assert [line.split()[-1] for line in lines] == ["0.80", "0.50", "1.20"], "one round has no range"
+    assert "4 of 4" in under_load.ratios_table({"the engine": found["failed"]})
