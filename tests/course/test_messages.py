@@ -23,6 +23,35 @@ def rounds_up(numbers, bytes_per_number, bytes_per_s, operations_per_s):
     return math.ceil(bytes_per_number * operations_per_s / (2 * bytes_per_s))
 
 
+def goes_on_at_the_end(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token == end:
+            continue
+        new.append(token)
+    return new
+
+
+def fewer_additions(matrices, bytes_per_number):
+    used = [each for each in matrices if each[2]]
+    return sum(bytes_per_number * r * c for r, c, _ in used), sum(t * r * (2 * c - 1) for r, c, t in used)
+
+
+def one_addition_more(matrices, bytes_per_number):
+    used = [each for each in matrices if each[2]]
+    return sum(bytes_per_number * r * c for r, c, _ in used), sum(t * r * (2 * c + 1) for r, c, t in used)
+
+
+def rounds_down_with_slashes(numbers, bytes_per_number, bytes_per_s, operations_per_s):
+    return bytes_per_number * operations_per_s // (2 * bytes_per_s)
+
+
+def returns_nothing(*given):
+    pass
+
+
 def hidden_after_the_softmax(q, k, v, *, scale):
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -255,6 +284,13 @@ EVEN = "for an even count, the average of the middle two"
 ALONE = "with most = 1, the only set is [largest]"
 CASES = [
     ("free_batch", rounds_up, ["expected 7, got 8", "round down"]),
+    ("step_work", fewer_additions, ["(24, 10): each sum starts at 0, so its first product is added, too"]),
+    ("step_work", one_addition_more, ["(24, 14): each product is added once, the first one to 0"]),
+    (
+        "free_batch",
+        rounds_down_with_slashes,
+        ["1.6 s of reading, 0.0645 s a token: expected an int, got 24.0, a float: wrap it in `int()`"],
+    ),
     ("attention", hidden_after_the_softmax, ["gives its own a weight of 0", "before the softmax"]),
     ("pack_codes", the_first_row_for_all, ["in row 1: expected the byte"]),
     ("awq_scales", powers_raised, ["powers raised to 1e-4, as in the authors' code"]),
@@ -296,7 +332,10 @@ def test_what_was_expected_and_what_came_never_look_the_same():
     assert wanted.split(";")[0].rstrip(",") != got.split(";")[0]
 
 
+STOPS = "it stops at the end token and leaves it out"
+AGAIN = "with end=8, [4, 5, 6, 7] was given to the model 8 times: the end token ends the loop"
 FIRST = [
+    ("continue_text", goes_on_at_the_end, STOPS, f"{AGAIN}\ntest for `end` before the token becomes part of the text"),
     ("int8_linear", int8_in_place, "the example", "x has changed: write to a new tensor"),
     ("attend_codes", everything_seen, "hidden keys have no weight, whatever their scales", None),
     ("attend_codes", codes_as_they_are, "the example", None),
@@ -325,7 +364,7 @@ def test_the_first_failure_is_the_one_that_explains_a_mistake(name, candidate, p
 
 def test_an_array_of_times_is_refused_at_the_example():
     first = first_failure("queued", times_as_array)
-    assert first.name == "the example" and "got a ndarray" in first.problem, first
+    assert first.name == "the example" and "got an ndarray" in first.problem, first
 
 
 def test_a_set_with_the_largest_size_is_not_told_that_a_batch_does_not_fit():
@@ -340,6 +379,15 @@ def test_codes_of_another_dtype_are_explained_at_the_example():
 def test_rounding_up_is_not_told_to_search_further():
     failed = [result.name for result in checks.find("free_batch").examine(rounds_up) if result.problem]
     assert failed == ["only whole tokens", "slow arithmetic leaves no room"]
+
+
+@pytest.mark.parametrize("candidate", [fewer_additions, one_addition_more])
+def test_another_count_of_additions_fails_the_example_alone(candidate):
+    assert [each.name for each in checks.find("step_work").examine(candidate) if each.problem] == ["the example"]
+
+
+def test_a_batch_of_none_has_no_property():
+    assert all(each.problem for each in checks.find("free_batch").examine(returns_nothing))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Lesson 00: the generation loop, a step's work, the batch that is nearly free, RMSNorm."""
 
+from collections import Counter
 from numbers import Integral
 
 import torch
@@ -81,6 +82,17 @@ def _(function):
     found = _asked(_counting, function, [99_997], 4, int("100000"))  # an int of its own, not the model's object
     given = "with end=100000, [99997] continues as [99998, 99999]; got {} (equal ints may be two objects)"
     assert found == [99_998, 99_999], given.format(found)
+    asked: Counter[tuple[int, ...]] = Counter()
+
+    def counted(ids):
+        asked[tuple(ids)] += 1
+        return _counting(ids)
+
+    _asked(counted, function, [4, 5], 10, 8)
+    # Asking twice for a token has a property of its own.
+    assert asked[4, 5, 6, 7] <= 2, (
+        f"with end=8, [4, 5, 6, 7] was given to the model {asked[4, 5, 6, 7]} times: the end token ends the loop"
+    )
 
 
 @continue_text.property(
@@ -157,8 +169,12 @@ def _pair(found) -> tuple:
 @step_work.example
 def _(function):
     found = _pair(function([(2, 3, 1)], 4))
-    missing = ": a multiplication and an addition are two operations" if found == (24, 6) else ""
-    assert found == (24, 12), f"expected (24, 12), got {found}{missing}"
+    missing = {
+        6: ": a multiplication and an addition are two operations",
+        10: ": each sum starts at 0, so its first product is added, too",
+        14: ": each product is added once, the first one to 0",
+    }
+    assert found == (24, 12), f"expected (24, 12), got {found}{missing.get(found[1], '')}"
 
 
 # The properties below compare two results, so that a forgotten factor fails the example alone.
@@ -194,11 +210,10 @@ def _(function):
 )
 def _(function):
     for rows, columns in ((256_000, 20_480), (4099, 4099)):
-        narrow, wide = (_pair(function([(rows, each, 1)], 4)) for each in (1, columns))
-        wanted = narrow[0] * columns, narrow[1] * columns
-        assert wide == wanted, (
-            f"{rows:,} rows: one column gives {narrow}, so {columns:,} columns give {wanted}; got {wide}"
-        )
+        one, all_rows = (_pair(function([(each, columns, 1)], 4)) for each in (1, rows))
+        wanted = one[0] * rows, one[1] * rows
+        given = f"{columns:,} columns: one row gives {one}, so {rows:,} rows give {wanted}"
+        assert all_rows == wanted, f"{given}; got {all_rows}"
     for what, count in zip(("bytes", "operations"), _pair(function([A], 4)), strict=True):
         assert_int(count, f"the {what} of {[A]}")
 
@@ -218,11 +233,6 @@ def _(function):
         found = _pair(function(list(matrices), 4))
         assert found == without, f"{[A]} gives {without}, and {matrices} must give the same; got {found}"
     assert _pair(function([(7, 5, 0)], 4)) == (0, 0), "a step without tokens has no work: expected (0, 0)"
-    try:
-        found = _pair(function([], 4))
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise AssertionError(f"no matrices, an empty list: expected (0, 0), got a {type(error).__name__}") from None
-    assert found == (0, 0), f"no matrices, an empty list: expected (0, 0), got {found}"
 
 
 @step_work.property("smaller numbers: fewer bytes, as many operations", "count operations from the numbers, not bytes")
@@ -256,6 +266,7 @@ def _equal(found, wanted, given: str) -> None:
 )
 def _(function):
     small = function(1, 4, 8, 64)
+    assert small is not None, "1 number: expected an int, got None"
     for numbers in (3, 256, 10**9):
         _equal(function(numbers, 4, 8, 64), small, f"{numbers:,} numbers instead of 1")
 
@@ -271,8 +282,9 @@ def _(function):
 def _(function):
     _equal(function(1, 4, 8, 31), 7, "31 operations a second: 0.5 s of reading, 0.0645 s a token")
     _equal(function(1, 4, 4.2e12, 7.66e14), 364, "4 bytes per number, 4.2 TB/s and 766 T operations/s")
-    _equal(function(1, 4, 2.5, 31), 24, "31 operations and 2.5 bytes a second: 1.6 s of reading, 0.0645 s a token")
-    assert_int(function(1, 4, 2.5, 31), "the same")
+    given = "31 operations and 2.5 bytes a second: 1.6 s of reading, 0.0645 s a token"
+    _equal(function(1, 4, 2.5, 31), 24, given)
+    assert_int(function(1, 4, 2.5, 31), given)
 
 
 @free_batch.property(
@@ -355,7 +367,7 @@ def _(function):
     "the dtype that came in goes out", "float32 is for the computation; the next matrix expects x's dtype"
 )
 def _(function):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         found = function(torch.ones(1, 4, dtype=dtype), torch.ones(4), 1e-6)
         assert found.dtype == dtype, f"{dtype} came in and {found.dtype} went out"
     found = function(torch.randn(1, 64, generator=torch.Generator().manual_seed(0)), torch.ones(64), 1e-6)

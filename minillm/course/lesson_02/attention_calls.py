@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shared.checks import a_type
 from ..shared.differences import difference
 
 DIM = 8
@@ -51,7 +52,7 @@ def over_prompt(function: Callable) -> Attend:
 
 def _checked(q: Tensor, out: Any) -> Tensor:
     """The same words for all properties, so that `check` reports such a mistake once."""
-    assert isinstance(out, Tensor), f"the result is a {type(out).__name__}, not a tensor"
+    assert isinstance(out, Tensor), f"the result is {a_type(out)}, not a tensor"
     assert out.shape == q.shape, "the result does not have the shape of q, [tokens, heads, d]"
     return out
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ..shared.checks import Exercise, assert_int
+from ..shared.checks import Exercise, a_type, assert_int
 from ..shared.differences import text
 from .attention_calls import (
     DIM,
@@ -223,7 +223,7 @@ def _(function):
     cache = cache_of(6, count=2)
     call(function, cache, tokens(3.0, 4.0), tokens(3.0, 4.0))
     assert cache.length == 4, f"two tokens were appended to two: the length must be 4, not {cache.length}"
-    assert isinstance(cache.length, int), f"the length must stay an int, and is a {type(cache.length).__name__}"
+    assert isinstance(cache.length, int), f"the length must stay an int, and is {a_type(cache.length)}"
 
 
 @append.property(

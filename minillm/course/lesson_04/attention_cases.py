@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..shared.checks import a_type
 from ..shared.differences import assert_near
 
 SPANS = [(0, 15), (16, 31), (48, 55), (5, 5), (8, 11), (16, 16), (30, 40)]
@@ -21,7 +22,7 @@ def of_tiles(function: Callable, *tiles: tuple[Tensor, Tensor]) -> Tensor:
     """[rows, d] of tiles that can be read once, one after the other."""
     rows, dim = len(tiles[0][0]), tiles[0][1].shape[1]
     got = function(iter(tiles), rows, dim)
-    assert isinstance(got, Tensor), f"return a tensor, not a {type(got).__name__}"
+    assert isinstance(got, Tensor), f"return a tensor, not {a_type(got)}"
     assert list(got.shape) == [rows, dim], f"the shape is {list(got.shape)}, not {[rows, dim]}"
     return got
 
@@ -41,7 +42,7 @@ def growing() -> list[Tensor]:
 
 def visited_tiles(function: Callable, first: int, last: int, keys: int, **options) -> list[int]:
     got = function(first, last, keys, **options)
-    assert isinstance(got, range), f"return a range, not a {type(got).__name__}"
+    assert isinstance(got, range), f"return a range, not {a_type(got)}"
     return list(got[:1000])
 
 
@@ -63,7 +64,7 @@ def cases(function: Callable, *windows: int | None) -> Iterator[tuple[str, int, 
 def combined(function: Callable, log_totals: list[float], values: list[float]) -> float:
     """Of one head, whose shares have outputs [shares, 1] and logarithms of their weights' sums [shares]."""
     got = function(torch.tensor(values).double()[:, None], torch.tensor(log_totals).double())
-    assert isinstance(got, Tensor), f"return a tensor, not a {type(got).__name__}"
+    assert isinstance(got, Tensor), f"return a tensor, not {a_type(got)}"
     assert list(got.shape) == [1], f"the shape is {list(got.shape)}, not [1]"
     return got.item()
 
@@ -72,6 +73,6 @@ def weights(function: Callable, log_totals: Tensor) -> Tensor:
     """The weight of each share [..., shares], divided by their sum, whatever that is."""
     shares = log_totals.shape[-1]
     got = function(torch.eye(shares).double().expand(*log_totals.shape, shares).clone(), log_totals.clone())
-    assert isinstance(got, Tensor), f"return a tensor, not a {type(got).__name__}"
+    assert isinstance(got, Tensor), f"return a tensor, not {a_type(got)}"
     assert got.shape == log_totals.shape, f"the shape is {list(got.shape)}, not {list(log_totals.shape)}"
     return got / got.sum(-1, keepdim=True)

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from ..shared.checks import Exercise
+from ..shared.checks import Exercise, a_type
 from ..shared.differences import assert_near
 from . import paged_rows as paged
 from .attention_cases import cases, combined, gives, growing, of_tiles, tile, visited_tiles, weights
@@ -249,7 +249,7 @@ def _(function):
         what = "query 10,000,003, tiles of 3 keys" + (f", a window of {window}" if window else "")
         begin = time.thread_time()
         got = function(10_000_003, 10_000_003, 3, **({"window": window} if window else {}))
-        assert isinstance(got, range), f"return a range, not a {type(got).__name__}"
+        assert isinstance(got, range), f"return a range, not {a_type(got)}"
         seconds = time.thread_time() - begin  # a busy machine changes nothing
         assert got[-1:] == range(3_333_334, 3_333_335), f"{what}: the last tile is 3333334, not {list(got[-1:])}"
         assert seconds < 0.02, f"{what}: that took {seconds:.2f} seconds"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
 
+from ..shared.checks import a_type
 from ..shared.differences import assert_near
 from ..shared.interpret import Watched, kernel_device, strays
 
@@ -28,7 +29,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def near(got: Tensor, want: Tensor, what: str, tolerance: float = 1e-5) -> None:
     """Assert that it is a tensor of the shape wanted whose numbers are all that near."""
-    assert isinstance(got, Tensor), f"return a tensor, not a {type(got).__name__}"
+    assert isinstance(got, Tensor), f"return a tensor, not {a_type(got)}"
     assert got.shape == want.shape, f"the shape is {list(got.shape)}, not {list(want.shape)}"
     assert_near(got, want, what, absolute=tolerance)
 

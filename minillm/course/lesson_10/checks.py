@@ -3,7 +3,7 @@
 import inspect
 from dataclasses import dataclass
 
-from ..shared.checks import Exercise, assert_int
+from ..shared.checks import Exercise, a_type, assert_int
 
 SECONDS = 2  # of CPU time for one property: correct solutions take milliseconds
 
@@ -120,7 +120,7 @@ def _(function):
             got = _rows_used(function, [], 2, in_flight)
         except (ArithmeticError, LookupError, ValueError) as error:
             given = f"no requests, {_way(in_flight)}"
-            raise AssertionError(f"{given}: (0, 0), not a {type(error).__name__} ({error})") from None
+            raise AssertionError(f"{given}: (0, 0), not {a_type(error)} ({error})") from None
         assert got == (0, 0), f"no requests, {_way(in_flight)}: (0, 0), not {got}"
 
 

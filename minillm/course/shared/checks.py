@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from types import FunctionType
 
@@ -65,7 +65,7 @@ class Exercise:
 
     def example(self, holds: Callable) -> Callable:
         """A decorator that adds the notebook's own example as a property, which wrong solutions may pass."""
-        return self.property(EXAMPLE, "compare with the example above")(holds)
+        return self.property("the example", "compare with the example above")(holds)
 
     def property(self, name: str, hint: str) -> Callable:
         """A decorator that adds a property; hint: shown if it does not hold."""
@@ -109,9 +109,7 @@ class Exercise:
 
 EXERCISES: dict[str, Exercise] = {}
 COURSE = Path(__file__).resolve().parents[1]
-EXAMPLE = "the example"  # the name of each exercise's first property
 STOPPED = "it was stopped"  # begins the problem of a candidate that takes too long
-RAISED = "it raised"  # begins the problem of a candidate that raises an exception
 
 
 def every() -> dict[str, Exercise]:
@@ -131,8 +129,7 @@ def find(name: str) -> Exercise:
 def check(candidate: Callable) -> None:
     """Print which properties of its exercise `candidate` has, and explain the first failure.  Lesson 00.
 
-    One mistake often breaks several properties, so the others that fail are only named. If the first is the example,
-    whose hint says little, the hint of the next is shown too, unless nothing holds.
+    One mistake often breaks several properties, and their hints are about others, so these are only named.
     """
     name = getattr(candidate, "__name__", repr(candidate))
     try:
@@ -149,18 +146,13 @@ def check(candidate: Callable) -> None:
     print(name)
     failed = [result for result in results if result.problem and not result.needs]
     held = sum(result.problem is None for result in results)
-    explained = {result.name: str(result.problem) for result in failed[:1]}
-    if held and len(failed) > 1 and failed[0].name == EXAMPLE:
-        hint = next(each.hint for each in exercise.properties if each.name == failed[1].name)
-        if str(failed[1].problem).endswith(hint) and not str(failed[1].problem).startswith(RAISED):
-            explained[failed[1].name] = hint
     for result in results:
         if result.needs:
             print(f"  – {result.name} (needs {result.needs})")
             continue
         print(f"  {'✓' if result.problem is None else '✗'} {result.name}")
-        if result.name in explained:
-            print(*(f"      {line}" for line in explained[result.name].splitlines()), sep="\n")
+        if result in failed[:1]:
+            print(*(f"      {line}" for line in str(result.problem).splitlines()), sep="\n")
     if held == len(results):
         print(f"Solved: all {held} hold.")
     elif left := dict.fromkeys(result.needs for result in results if result.needs):
@@ -170,17 +162,24 @@ def check(candidate: Callable) -> None:
         print(f"{held} of {len(results)} hold.{more}")
 
 
+def a_type(value) -> str:
+    """The name of a value's type after "a" or "an", for messages."""
+    name = type(value).__name__
+    return f"{'an' if name.lower().startswith((*'aeio', 'nd')) else 'a'} {name}"
+
+
 def assert_int(found, given: str) -> None:
     """Raise Explained unless a count has an integer type, NumPy's included, as its exercise says."""
     if not isinstance(found, Integral):
-        raise Explained(f"{given}: expected an int, got {found!r}, a {type(found).__name__}")
+        way_out = ": wrap it in `int()`" if isinstance(found, Real) and float(found).is_integer() else ""
+        raise Explained(f"{given}: expected an int, got {found!r}, {a_type(found)}{way_out}")
 
 
 def assert_list(found, of: str) -> None:
     """Raise Explained unless a result is a list, as its exercise says. of: what it is a list of."""
     if not isinstance(found, list):
         way_out = ": `.tolist()` makes a list of it" if hasattr(found, "tolist") else ""
-        raise Explained(f"expected a list of {of}, got a {type(found).__name__}{way_out}")
+        raise Explained(f"expected a list of {of}, got {a_type(found)}{way_out}")
 
 
 def _watched(candidate: Callable, returned: list) -> Callable:
@@ -217,7 +216,7 @@ def _problem(prop: Property, watched: Callable, candidate: Callable) -> str | No
 
 
 def _raised(error: BaseException, candidate: Callable) -> str:
-    return f"{RAISED} {type(error).__name__}: {error}{_line_of(error, candidate)}"
+    return f"it raised {type(error).__name__}: {error}{_line_of(error, candidate)}"
 
 
 def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool:

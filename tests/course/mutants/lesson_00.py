@@ -294,13 +294,6 @@ def reads_idle_matrices(matrices, bytes_per_number):
 
 
 @wrong("step_work", fails="a matrix without tokens is not read")
-def needs_a_matrix(matrices, bytes_per_number):
-    rows, columns, tokens = np.array(matrices).T
-    used = rows * columns * (tokens > 0)
-    return int(used.sum() * bytes_per_number), int((2 * rows * columns * tokens).sum())
-
-
-@wrong("step_work", fails="a matrix without tokens is not read")
 def stops_at_an_idle_matrix(matrices, bytes_per_number):
     nbytes = operations = 0
     for rows, columns, tokens in matrices:
@@ -439,6 +432,13 @@ def widens_after_squaring(x, weight, eps):
 def stays_wide(x, weight, eps):
     wide = x.float()
     return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@wrong("rms_norm", fails="the dtype that came in goes out")
+def stays_wide_unless_16_bits_came_in(x, weight, eps):
+    wide = x.float()
+    found = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+    return found.to(x.dtype) if x.dtype.itemsize == 2 else found
 
 
 @wrong("rms_norm", fails="x and the weights do not change")

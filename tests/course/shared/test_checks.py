@@ -106,20 +106,15 @@ def test_of_several_failures_only_the_first_is_explained(doubled, capsys):
     ]
 
 
-def test_after_the_example_the_hint_of_the_next_failure_is_shown_too(doubled, capsys):
+def test_after_the_example_no_other_hint_is_shown(doubled, capsys):
+    """It is about another mistake as often as not."""
     said = report(capsys, lambda x: 2 * x if x == 0 else 5)
-    assert said[1:2] + said[3:7] == [
+    assert said[1:2] + said[3:6] == [
         "✗ the example",
         "compare with the example above",
         "✗ negative numbers",
-        "2 * x works for all of them",
         "✓ zero",
     ]
-
-
-def test_no_hint_but_the_examples_is_shown_where_nothing_holds_or_the_next_raises(doubled, capsys):
-    assert "2 * x works for all of them" not in report(capsys, lambda x: 5)
-    assert "2 * x works for all of them" not in report(capsys, lambda x: x and 5 / (x + 3))
 
 
 def test_the_hint_about_an_exception_follows_it_with_its_line(monkeypatch, capsys):
@@ -183,9 +178,11 @@ def test_a_result_of_another_type_is_told_so_without_a_hint(monkeypatch, capsys)
         checks.assert_list(function(1), "ints")
 
     for result, wanted in (
-        ([1.0], "counted(1): expected an int, got 1.0, a float"),
+        ([1.0], "counted(1): expected an int, got 1.0, a float: wrap it in `int()`"),
+        ([1.5], "counted(1): expected an int, got 1.5, a float"),
         ((1,), "expected a list of ints, got a tuple"),
-        (np.array([1]), "expected a list of ints, got a ndarray: `.tolist()` makes a list of it"),
+        ([np.float64(2)], "counted(1): expected an int, got np.float64(2.0), a float64: wrap it in `int()`"),
+        (np.array([1]), "expected a list of ints, got an ndarray: `.tolist()` makes a list of it"),
     ):
 
         def counted(x, result=result):

@@ -37,6 +37,19 @@ def with_arrays(matrices, bytes_per_number):
     return [bytes_per_number * numbers.sum(), 2 * (numbers @ tokens)]
 
 
+@right("step_work")
+def with_products(matrices, bytes_per_number):
+    used = np.array(matrices)[:, 2] > 0
+    read = np.array(matrices)[used, :2].prod(1).sum() * bytes_per_number
+    return int(read), int(2 * np.array(matrices).prod(1).sum())
+
+
+@right("step_work")
+def with_zip(matrices, bytes_per_number):
+    numbers, products = zip(*((r * c * bool(t), r * c * t) for r, c, t in matrices), strict=True)
+    return bytes_per_number * sum(numbers), 2 * sum(products)
+
+
 @right("free_batch")
 def searches_by_halving(numbers, bytes_per_number, bytes_per_s, operations_per_s):
     reading = Fraction(bytes_per_number) / Fraction(bytes_per_s)
