@@ -5,13 +5,13 @@
 # answer takes longer than the others, compute a lower bound for the time of a step on your machine and measure how
 # close the engine comes to it, and run a function of your own inside the engine.
 #
-# **84 minutes. Needs:** a CPU. The model comes with the project, so nothing is downloaded. On a GPU, the same cells run
+# **90 minutes. Needs:** a CPU. The model comes with the project, so nothing is downloaded. On a GPU, the same cells run
 # Gemma 2B, or a model of its shape with random weights if you have not downloaded it. You should be comfortable with
 # Python and basic PyTorch (or NumPy), and know what matrix multiplication is.
 #
-# The minutes in the headings assume 130 words of text and ten lines of code a minute, plus the time that each exercise
-# states. Work in the copies that `make lab` puts into `lab/`: they have no outputs, so nothing gives an answer away
-# before you have made your own guess.
+# The minutes in the headings assume 130 words of text and ten lines of code a minute, half a minute for each
+# prediction, and the time that each exercise states. Work in the copies that `make lab` puts into `lab/`: they have no
+# outputs, so nothing gives an answer away before you have made your own guess.
 
 # %%
 import math
@@ -57,7 +57,7 @@ print(
 # `run_ahead=0` and `enable_prefix_caching=False` switch off two optimizations that would blur the measurements below.
 # Lessons 09 and 10 explain them.
 #
-# ## 2 · First tokens · 15 min
+# ## 2 · First tokens · 18 min
 #
 # With `temperature=0` the engine always chooses the most likely token, so the same prompt gives the same text,
 # unless rounding decides between two nearly equal tokens.
@@ -100,8 +100,8 @@ print([piece(token) for token in ids])
 
 # %% [markdown]
 # The model does not answer with a word, either. Given a list of tokens, it computes a score for *every* token of its
-# vocabulary: how likely is this one to come next? Here are the eight most likely tokens. `logprobs=8` asks the engine
-# for them; it returns the logarithms of the probabilities.
+# vocabulary: how likely is this one to come next? Here are the eight most likely tokens after another beginning.
+# `logprobs=8` asks the engine for them; it returns the logarithms of the probabilities.
 
 
 # %%
@@ -110,10 +110,11 @@ def next_token(ids: list[int]) -> dict[int, float]:
     return llm.generate(ids, greedy(1, logprobs=8))[0].logprobs[0]
 
 
-found = next_token(ids)
+beginning = "He asked the"
+found = next_token(llm.tokenizer.encode(beginning))
 likely = sorted(found.items(), key=lambda item: item[1], reverse=True)[:8]
 probabilities = {repr(piece(token)): math.exp(logprob) for token, logprob in likely}
-draw.probabilities(probabilities, title=f"after {prompt!r}")
+draw.probabilities(probabilities, title=f"after {beginning!r}")
 describe("A bar for each of the eight most likely next tokens, the most likely first.")
 
 # %% [markdown]
@@ -178,7 +179,7 @@ if solved(continue_text):
     print("the same tokens as the engine:", generated == completion.token_ids[:24])
 
 # %% [markdown]
-# ## 3 · Prefill and decode · 15 min
+# ## 3 · Prefill and decode · 17 min
 #
 # The loop of exercise 1 sends the whole text through the model for each new token. The engine does not. It keeps what
 # it computed for earlier tokens (in the *KV cache*, lesson 02), so each step computes only what is new. A request then
@@ -225,7 +226,7 @@ compare("the prefill", unit="decode steps", prediction=guess_prefill_steps, meas
 draw.steps(milliseconds, computed)
 describe(
     "Left: a bar with the milliseconds of each step, the prefill first, then 29 decode steps. "
-    "Right: the tokens that each of these steps computed per second, on a logarithmic axis."
+    "Right: a point for each of these steps, the tokens that it computed per second, on a logarithmic axis."
 )
 
 # %% [markdown]
@@ -276,7 +277,9 @@ check(step_work)
 
 # %% [markdown]
 # Now count the work of this model's steps. Several requests can share a step: in *decode, 8 at once*, it computes one
-# token for each of eight requests. The last column, operations per byte, is called **arithmetic intensity**.
+# token for each of eight requests. The last column, operations per byte, is called **arithmetic intensity**. (Attention
+# also computes with what the KV cache holds. The table leaves that out: in the prefill of `tiny-gemma`, it would add
+# about a sixth to the operations.)
 
 # %%
 size = model.head.weight.element_size()
@@ -325,13 +328,13 @@ of_model = roofline.limits(here.device, model.dtype, model.nbytes)
 of_memory = roofline.limits(here.device, torch.float32, 4 * LARGE)
 for nbytes, limits in ((model.nbytes, of_model), (4 * LARGE, of_memory)):
     print(f"reads {nbytes / 1e6:,.0f} MB repeatedly at {limits.bytes_per_s / 1e9:,.1f} GB/s")
-for dtype, limits in ((model.dtype, of_model), (torch.float32, of_memory)):
+for dtype, limits in {model.dtype: of_model, torch.float32: of_memory}.items():
     rate = limits.operations_per_s / 1e9
     print(f"computes {rate:,.1f} billion operations/s in {str(dtype).removeprefix('torch.')}")
 
 # %% [markdown]
-# (The second rates are those of the test below, which is in float32.) If `tiny-gemma` runs here and it is read faster,
-# its weights stay in the cache. That is good for `tiny-gemma`, and says little about real models, whose weights are
+# (The test below is in float32.) If this machine runs `tiny-gemma` and the first of the two read rates is higher, its
+# weights stay in the cache. That is good for `tiny-gemma`, and says little about real models, whose weights are
 # gigabytes: they come from memory in every step, on a GPU too. A step that waits for them is **memory-bound**; one that
 # waits for the arithmetic is **compute-bound**.
 #
@@ -359,37 +362,37 @@ def free_batch(
 check(free_batch)
 
 # %% [markdown]
-# Test it. The cell after the next one multiplies 537 MB of weights by 1, 2, 4 and more columns; each column stands for
-# one token's vector. 32 columns need 16 times the arithmetic of two. **Predict:** how many times as long as two columns
-# do they take? (The comparison begins at two because a single column has a routine of its own.)
+# Test it. The cell after the next one sends batches of 1, 2, 4 and more tokens through 537 MB of weights, as the
+# engine does. 32 tokens need 16 times the arithmetic of two. **Predict:** how many times as long as two tokens
+# do they take? (The comparison begins at two because a single token has a routine of its own.)
 
 # %% tags=["exercise"]
-guess_32_columns = 3.0  # PREDICT: the time of 32 columns, divided by the time of two columns
+guess_32_tokens = 3.0  # PREDICT: the time of 32 tokens, divided by the time of two tokens
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 matrices = torch.ones(32, 2048, 2048, device=here.device)  # 537 MB, freed below
 
 
-def seconds(matrices: torch.Tensor, columns: int) -> float:
-    """The fastest of five runs that multiply all 32 matrices by this many columns."""
-    x, times = torch.ones(2048, columns, device=here.device), []
+def seconds(matrices: torch.Tensor, tokens: int) -> float:
+    """The fastest of five runs that send this many tokens through each of the 32 matrices."""
+    x, times = torch.ones(tokens, 2048, device=here.device), []  # a row is one token's vector
     for _ in range(5):
         start = time.perf_counter()
         for matrix in matrices:
-            product = matrix @ x
+            product = torch.nn.functional.linear(x, matrix)
         product[0, 0].item()  # waits until a GPU is done
         times.append(time.perf_counter() - start)
     return min(times)
 
 
 seconds(matrices, 1)  # warm up
-by_columns = {columns: seconds(matrices, columns) for columns in (1, 2, 4, 8, 16, 32, 64, 128)}
+by_tokens = {tokens: seconds(matrices, tokens) for tokens in (1, 2, 4, 8, 16, 32, 64, 128)}
 del matrices
-ratio = by_columns[32] / by_columns[2]
-compare("32 columns", unit="times two columns", prediction=guess_32_columns, measured=ratio)
-for columns in (1, 2, 32):
-    print(f"{columns:3} columns: {by_columns[columns] * 1e3:7.1f} ms")
-draw.columns(by_columns, LARGE, 4, of_memory)
+ratio = by_tokens[32] / by_tokens[2]
+compare("32 tokens", unit="times two tokens", prediction=guess_32_tokens, measured=ratio)
+for tokens in (1, 2, 8, 32, 128):
+    print(f"batch of {tokens:3}: {by_tokens[tokens] * 1e3:7.1f} ms")
+draw.tokens(by_tokens, LARGE, 4, of_memory)
 room = yours(free_batch, step_time.free_batch)
 free = room(LARGE, 4, of_memory.bytes_per_s, of_memory.operations_per_s)
 whose = (
@@ -397,23 +400,23 @@ whose = (
     if solved(free_batch)
     else "the engine's free_batch (yours is not solved yet)"
 )
-print(f"{whose}: on this machine {free} columns")
+print(f"{whose}: on this machine {free} tokens")
 describe(
-    "The time against the number of columns, with both floors as dashed lines. "
-    "A dotted line shows a time proportional to the number of columns, from two columns on."
+    "The time against the number of tokens, with both floors as dashed lines. "
+    "A dotted line shows a time proportional to the number of tokens, from two tokens on."
 )
 
 # %% [markdown]
-# The dotted line is what you would expect if time followed the arithmetic. With more than a few columns, the measured
-# times stay far below it. Left of the point where the dashed lines cross, the weights have to come from memory, no
-# matter how many columns wait for them, and the arithmetic fits in between. Right of it, more columns cost more time.
-# (On a CPU, the general routine first copies the matrix into another layout, and one column needs no copy, so it can be
-# much faster than two. For few columns the copy hides both floors, and the bend comes later than your number: the
-# H200's steps below show it better. On a GPU, different sizes get different routines, so 4 columns may even take longer
-# than 32. And a floor is only as exact as the rate it was computed from, so a point may lie slightly below it.)
+# The dotted line is what you would expect if time followed the arithmetic. The measured times stay far below it. Left
+# of the point where the dashed lines cross, the weights have to come from memory, however many tokens share them, and
+# the arithmetic finishes while the weights are still being read. Right of it, the arithmetic takes longer than the
+# reading, so more tokens cost more time. (On a CPU, the routine for several tokens does not reach the full read rate,
+# so the curve is above both floors at first and bends at a larger batch than your number. On a GPU, different sizes get
+# different routines, so 4 tokens may even take longer than 32. And a floor is only as exact as the rate it was computed
+# from, so a point may lie slightly below it.)
 #
-# Exercise 3 also shows what does *not* matter: the size of the model. Counting only the weights, decode
-# becomes compute-bound at a batch that depends on the machine and the bytes per number alone. Here are an H200's rates,
+# Exercise 3 also shows what does *not* matter: the size of the model. Counting only the weights, decode becomes
+# compute-bound at a batch size that depends on the machine and the bytes per number alone. Here are an H200's rates,
 # from the project's records. Gemma 2B (with random weights) has 2 bytes per number there:
 
 # %%
@@ -440,14 +443,15 @@ for name, took in recorded.items():
 # %% [markdown]
 # There, a step of 64 requests takes 1.5 times as long as a step of one. Its floor is only 1.02 times as high, cached
 # keys and values included; the rest is what the engine loses, most of it between 1 and 8 requests, since it has faster
-# kernels for one (lesson 11). Beyond the free batch the time grows with the requests: a step of 512 takes 1.7 times as
-# long as one of 256. Sharing steps is called **batching**. It is why a server can answer 64 users at one and a half
-# times the cost of one.
+# kernels for one (lesson 11). Beyond the free batch the time grows with the number of requests: a step of 512 takes 1.7
+# times as long as one of 256. Sharing steps is called **batching**. It is why a server can answer 64 users with short
+# texts at one and a half times the cost of one. (In this record, each request has only 76 tokens in its cache. With
+# 2,000 each, a step would read almost half as many bytes again as the weights have.)
 #
 # ## 5 · Predict, then measure · 12 min
 #
-# Back to this machine and the engine. These are the floors of its steps, computed with the rate that was measured for
-# as many bytes as the model has. They count the weights and leave out the KV cache:
+# Back to this machine and the engine. These are the floors of its steps, computed with the read rate measured on a
+# buffer of the model's size. They count the weights, and leave out the KV cache and attention's own arithmetic:
 
 
 # %% tags=["nbval-ignore-output"] uncompared="the floors are of this machine"
@@ -508,7 +512,7 @@ if one.overhead:
     ratio = many.overhead / one.overhead
     compare("overhead of 64", unit="times one", prediction=guess_overhead, measured=ratio)
 if not (one.steady and many.steady):
-    print("Other programs disturbed this measurement: run this cell again when they end.")
+    print("Other programs disturbed this measurement: rerun this cell once they finish.")
 draw.time_of_a_step(one.parts, one.nbytes / small.bytes_per_s)
 describe(
     "A decode step's time as one bar in three parts: the matrix products, the calls of other torch operations, and "
@@ -554,10 +558,11 @@ describe(
 
 # %% [markdown]
 # On the H200, decode climbs the slope: one request leaves almost all of the chip's arithmetic idle, and each request
-# that joins moves the point up and to the right, at little cost, until the ridge. The vertical distance from a point
-# to the line is what an engine can still gain.
+# that joins moves the point up and to the right, at little cost, until the ridge. Read as a factor, the vertical
+# distance from a point to the line is the most that an engine can still gain. (Part of it is attention's own
+# arithmetic, which the points do not count.)
 #
-# ## 6 · Plug in your own function · 14 min
+# ## 6 · Plug in your own function · 16 min
 #
 # The model computes through a table of operations. (On a GPU, a decode step of a single request has fused kernels
 # instead, lesson 11, but only while nothing in the table is replaced.) Each operation has a plain reference
@@ -618,8 +623,8 @@ else:
     print("rms_norm is not solved yet: the engine ran its own. Calls of yours:", used.calls)
 
 # %% [markdown]
-# A replacement that changes nothing is weak evidence that anything was replaced. This one makes attention return zeros,
-# so that no token sees another:
+# If a replacement changes nothing, you can't be sure that it ran. This one makes attention return zeros, so that no
+# token sees another:
 
 
 # %%
@@ -634,6 +639,8 @@ print("calls:", used.calls)
 assert blinded.text != before.text, "attention had no influence on the text"
 
 # %% [markdown]
+# Now the next token depends only on the last one, so once a token repeats, greedy decoding loops forever.
+#
 # Every layer calls attention once per step. In `tiny-gemma` that is 6 layers × 39 decode steps, and 6 layers × 1
 # prefill.
 #
@@ -645,12 +652,12 @@ assert blinded.text != before.text, "attention had no influence on the text"
 # ENGINE: minillm.ops.reference:rms_norm
 
 # %% [markdown]
-# ## Recap · 3 min
+# ## Recap · 2 min
 #
 # * A model maps tokens to a score for every token; generation is a loop around it.
 # * Prefill computes a whole prompt in one step; decode computes one token per step and reads all weights for it.
 # * A step takes at least the larger of bytes / bandwidth and operations / speed. Batching raises the operations per
-#   byte. Counting only the weights, it is nearly free up to a batch that depends on the machine and the bytes per
+#   byte. Counting only the weights, it is nearly free up to a batch size that depends on the machine and the bytes per
 #   number, not on the model's size.
 # * Most of a small model's decode step is overhead: calls of small operations, and Python.
 # * You can replace any operation of the engine: `using(name=function)`, and `used.calls` shows that it ran.

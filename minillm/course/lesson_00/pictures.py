@@ -11,10 +11,10 @@ PREFILL, DECODE, FLOOR = "tab:orange", "tab:blue", "dimgray"
 
 
 def probabilities(found: Mapping[str, float], title: str) -> None:
-    """A bar per token, the most likely first, labeled with its probability where that is at least 0.1%."""
+    """A bar per token, the most likely first, labeled with its probability."""
     _, axis = plt.subplots(figsize=(7, 2.6), layout="constrained")
     bars = axis.barh(list(found), list(found.values()), color=DECODE)
-    axis.bar_label(bars, [f"{each:.1%}" if each >= 0.001 else "" for each in found.values()], padding=3)
+    axis.bar_label(bars, [f"{each:.1%}" if each >= 0.001 else "<0.1%" for each in found.values()], padding=3)
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.1 * max(found.values())), xlabel="probability", title=title)
 
@@ -23,31 +23,33 @@ def steps(milliseconds: Sequence[float], computed: Sequence[int]) -> None:
     """How long each step of a request took, and how many tokens a second it computed. The first one is the prefill."""
     _, axes = plt.subplots(1, 2, figsize=(10, 2.8), layout="constrained")
     rates = [1e3 * tokens / each for tokens, each in zip(computed, milliseconds, strict=True)]
-    for axis, heights in zip(axes, (milliseconds, rates), strict=True):
-        axis.bar([0], heights[:1], color=PREFILL, label="prefill")
-        axis.bar(range(1, len(heights)), heights[1:], color=DECODE, label="decode")
+    later = range(1, len(rates))
+    axes[0].bar([0], milliseconds[:1], color=PREFILL)
+    axes[0].bar(later, milliseconds[1:], color=DECODE)
+    axes[1].plot([0], rates[:1], "o", color=PREFILL, label="prefill")
+    axes[1].plot(later, rates[1:], "o", color=DECODE, label="decode")
     axes[0].set(xlabel="step", ylabel="milliseconds", title="Time per step")
     axes[1].set(xlabel="step", ylabel="tokens per second", yscale="log", title="Tokens computed per second")
     axes[1].legend()
 
 
-def columns(seconds: Mapping[int, float], numbers: int, size: int, limits: PeakRates) -> None:
-    """Time to multiply `numbers` weights of `size` bytes, by number of columns, with both limits."""
+def tokens(seconds: Mapping[int, float], numbers: int, size: int, limits: PeakRates) -> None:
+    """Time to send tokens through `numbers` weights of `size` bytes, by number of tokens, with both limits."""
     _, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
     counts, several = list(seconds), [count for count in seconds if count > 1]
-    each_column = seconds[several[0]] / several[0]  # a single column has a routine of its own
+    each_token = seconds[several[0]] / several[0]  # a single token has a routine of its own
     reading = numbers * size / limits.bytes_per_s
     axis.axhline(reading * 1e3, color=FLOOR, linestyle="--", label="floor: reading the weights once")
     computing = [2 * numbers * count / limits.operations_per_s * 1e3 for count in counts]
     axis.plot(counts, computing, color="tab:red", linestyle="--", label="floor: the arithmetic")
-    proportional = [each_column * count * 1e3 for count in several]
-    axis.plot(several, proportional, ":", color=DECODE, label="proportional to the columns")
+    proportional = [each_token * count * 1e3 for count in several]
+    axis.plot(several, proportional, ":", color=DECODE, label="proportional to the tokens")
     axis.plot(counts, [each * 1e3 for each in seconds.values()], "o-", color=PREFILL, label="measured")
-    axis.set(xscale="log", yscale="log", xlabel="columns", ylabel="milliseconds")
+    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
     axis.set_ylim(bottom=min(reading, *seconds.values()) * 1e3 / 3)
     axis.set_xticks(counts, [str(count) for count in counts])
     axis.minorticks_off()
-    axis.set_title(f"Multiplying {numbers * size / 1e6:,.0f} MB of weights by more and more columns")
+    axis.set_title(f"More and more tokens through {numbers * size / 1e6:,.0f} MB of weights")
     axis.legend(fontsize=9)
 
 

@@ -1,8 +1,12 @@
 """What lesson 00 says about an H200, and what its cells print of tiny-gemma."""
 
+import re
+
 import pytest
 
 from minillm.course.lesson_00 import step_time
+from minillm.model.config import PRESETS, ModelConfig
+from minillm.model.loader import EMBEDDED
 from tests.course.lesson import solved
 
 lesson = solved("00")
@@ -18,6 +22,36 @@ def test_64_requests_take_hardly_longer_than_one_on_an_h200():
     assert of[64].seconds / of[1].seconds == pytest.approx(1.5, abs=0.05)
     assert of[64].floor(there) / of[1].floor(there) == pytest.approx(1.02, abs=0.005)
     assert of[512].seconds / of[256].seconds == pytest.approx(1.7, abs=0.05)
+
+
+def test_the_requests_of_that_step_have_short_texts():
+    lesson.says(
+        "a server can answer 64 users with short texts at one and a half times the cost of one",
+        "each request has only 76 tokens in its cache. With 2,000 each, a step would read almost half as many bytes",
+    )
+    _, points = step_time.recorded("h200/roofline")
+    (many,) = (point for point in points if point.name == "decode, 64 at once")
+    (prompt, *_) = (point for point in points if point.name.startswith("prefill"))
+    gemma = PRESETS["gemma-2b"]
+    weights, of_token = prompt.bytes, 2 * gemma.num_layers * gemma.num_kv_heads * gemma.head_dim * 2
+    assert many.bytes - weights == 64 * 76 * of_token
+    assert 0.45 < 64 * 2000 * of_token / weights < 0.5
+
+
+def test_attention_would_add_a_sixth_to_the_operations_of_a_prefill():
+    lesson.says("in the prefill of `tiny-gemma`, it would add about a sixth to the operations")
+    tiny = ModelConfig.from_directory(EMBEDDED)
+    pairs = 400 * 401 // 2  # a token attends to itself and to those before it
+    # A product of queries and keys, and one of weights and values: a multiplication and an addition each.
+    attention = 2 * 2 * pairs * tiny.num_heads * tiny.head_dim * tiny.num_layers
+    counted = 1e6 * lesson.number(r"^prefill of 400 +[\d.]+ MB +([\d,.]+) million operations")
+    assert attention / counted == pytest.approx(1 / 6, abs=0.015)
+
+
+def test_the_first_read_rate_is_that_of_a_smaller_buffer_and_a_cpu_has_one_rate_of_arithmetic():
+    lesson.says("the first of the two read rates", "with the read rate measured on a buffer of the model's size")
+    reads = re.findall(r"^reads ([\d,]+) MB repeatedly", lesson.printed, re.MULTILINE)
+    assert reads == ["22", "537"] and lesson.printed.count("billion operations/s in float32") == 1
 
 
 def test_reading_the_weights_takes_most_of_a_step_there():

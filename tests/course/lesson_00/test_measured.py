@@ -30,11 +30,18 @@ def test_a_prefill_of_400_tokens_takes_nowhere_near_400_steps_in_both_sections(l
     assert 6 < prefill < 30 and prefill / again == pytest.approx(1, abs=0.5)
 
 
-def test_32_columns_stay_far_below_16_times_two(lesson):
-    lesson.says("32 columns need 16 times the arithmetic of two.", "the measured times stay far below it")
-    times = lesson.number(rf"^32 columns:{MEASURED}times two columns$")
-    two, many = (lesson.number(rf"^ *{columns} columns: +([\d.]+) ms$") for columns in (2, 32))
-    assert times == pytest.approx(many / two, rel=0.02) and 0.5 < times < 8
+def test_32_tokens_stay_far_below_16_times_two(lesson):
+    lesson.says("32 tokens need 16 times the arithmetic of two.", "The measured times stay far below it.")
+    times = lesson.number(rf"^32 tokens:{MEASURED}times two tokens$")
+    two, many = (lesson.number(rf"^batch of +{tokens}: +([\d.]+) ms$") for tokens in (2, 32))
+    assert times == pytest.approx(many / two, rel=0.02) and 1 < times < 8
+
+
+def test_more_tokens_cost_more_time_beyond_the_free_batch_only(lesson):
+    lesson.says("Right of it, the arithmetic takes longer than the reading, so more tokens cost more time.")
+    of = {tokens: lesson.number(rf"^batch of +{tokens}: +([\d.]+) ms$") for tokens in (2, 8, 32, 128)}
+    assert of[8] < 1.6 * of[2] and of[128] > 1.8 * of[32]
+    assert 2 < lesson.number(r": on this machine (\d+) tokens$") < 32
 
 
 def test_one_request_is_far_above_its_floor_and_more_take_longer(lesson):
