@@ -91,7 +91,7 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
 # product then has a sum of integers for each group, and each is scaled before they are added, as with lesson 05's
 # groups. Section 6 returns to this.)
 #
-# A **dynamic** scale is computed from the token at hand. The largest magnitude is set to 127.5 codes:
+# A **dynamic** scale is computed from the token at hand. The largest magnitude becomes 127.5 codes:
 #
 # $$a_t = \frac{\max_i |x_{ti}|}{127.5}, \qquad p_{ti} = \operatorname{clamp}\left(\operatorname{round}\left(
 # \frac{x_{ti}}{a_t}\right), -128, 127\right)$$
@@ -513,7 +513,7 @@ for before, after, guess in (
 # (The text takes two passes. Once `hadamard` is solved, each replaces 8 operations: two for the stream, where your
 # function is called, and one in each layer, where `hadamard_by` leaves the 768 channels to the engine.)
 #
-# With outliers, static W8A8 had destroyed the model in section 3. Rotated, it is usable, without any smoothing. The
+# With outliers, static W8A8 destroyed the model in section 3. With rotation it is usable, without any smoothing. The
 # inputs of the first `down` show why: no channel is near 80 anymore.
 
 # %%
@@ -539,8 +539,8 @@ it is almost flat.""")
 # $$\text{value} = (-1)^s \left(1 + \frac M 8\right) 2^{E - 7} \quad \text{if } E > 0, \qquad
 # (-1)^s \, \frac M 8 \; 2^{-6} \quad \text{if } E = 0$$
 #
-# The second case is that of the **subnormal** numbers, which fill the gap between 0 and $2^{-6}$. If all bits of $E$
-# and $M$ are 1, the byte means "not a number", so the largest number is $(1 + \frac 6 8)\, 2^8 = 448$. There is no
+# The second case covers the **subnormal** numbers, which fill the gap between 0 and $2^{-6}$. If all bits of $E$ and
+# $M$ are 1, the byte means "not a number", so the largest number is $(1 + \frac 6 8)\, 2^8 = 448$. There is no
 # infinity.
 
 # %%
@@ -637,11 +637,11 @@ found = times("outliers, rotated: FP8 dynamic", "outliers: FP8 dynamic")
 compare("rotated / not rotated", unit="times", prediction=guess_both, measured=found)
 
 # %% [markdown]
-# Rotation made it *worse*. Before, the large errors of FP8 were where the large numbers are, in the outlier channels,
-# and the weights that read those are small in this model. After the rotation, every channel holds a share of every
-# outlier, and has an error in proportion to it. The same happens to the weights: the small ones are mixed with large
-# ones. An evenly spaced grid needs channels of equal size; a floating-point grid does not. (In other models, the
-# weights of outlier channels may not be small. Measure.)
+# Rotation made it *worse*. Before the rotation, FP8's large errors were where the large numbers are, in the outlier
+# channels, and the weights that read those channels are small in this model. After the rotation, every channel holds a
+# share of every outlier, and has an error in proportion to it. The same happens to the weights: the small ones are
+# mixed with large ones. An evenly spaced grid needs channels of equal size; a floating-point grid does not. (In other
+# models, the weights of outlier channels may not be small. Measure.)
 #
 # ### Larger and smaller scales
 #
@@ -669,11 +669,11 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=f
 #
 # ## 7 · W4A8, and what to choose · 11 min
 #
-# Small batches need few bytes, so int4 weights. Large batches need fast arithmetic, so eight-bit operands. **W4A8**
-# offers both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to the tensor cores;
-# activations are in FP8. (The engine's method `w4a8` rounds the weights with AWQ, lesson 06. Here they are rounded to
-# the nearest. The engine has no such kernel: it rounds the activations to FP8, but multiplies in bfloat16. So it has
-# the quality of W4A8, but not its speed.)
+# Small batches need few bytes, which int4 weights provide. Large batches need fast arithmetic, which eight-bit operands
+# provide. **W4A8** offers both. Weights are stored in int4 groups, and a kernel converts them to FP8 on their way to
+# the tensor cores; activations are in FP8. (The engine's method `w4a8` rounds the weights with AWQ, lesson 06. Here
+# they are rounded to the nearest. The engine has no such kernel: it rounds the activations to FP8, but multiplies in
+# bfloat16. So it has the quality of W4A8, but not its speed.)
 
 # %%
 FORMATS = {
@@ -700,7 +700,7 @@ for name, pair in models.items():
 llm.close()
 
 # %% [markdown]
-# Four-bit weights cause most of W4A8's loss. The eight-bit activations add about as much as the size of the errors.
+# Four-bit weights cause most of W4A8's loss. What the eight-bit activations add is about the size of the errors.
 #
 # ### A model that people use
 #
