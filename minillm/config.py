@@ -108,6 +108,8 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     policy: PolicyName
     run_ahead: int
+    speculate: str
+    speculate_tokens: int
     seed: int | None
     plan: str | PathLike[str] | None
     trace: str | PathLike[str] | Recorder | None
@@ -198,6 +200,13 @@ class EngineConfig(Options):
     run_ahead: int = option(
         1, "steps launched before the first one's tokens are read (0: none)", least=0, most=MOST_AHEAD
     )
+    speculate: str = option(
+        "off",
+        'draft tokens that one step checks: "ngram" looks up how the text so far went on after the same tokens, or '
+        '"off"; the output is the same (lesson 13)',
+        choices=("off", "ngram"),
+    )
+    speculate_tokens: int = option(7, "most tokens drafted for a request in one step", least=1, most=63)
     seed: int = option(
         0,
         "for requests that have no seed of their own; None: another one each time",
@@ -224,6 +233,11 @@ class EngineConfig(Options):
         self._set("gpu_memory_utilization", share)
         if (self.attention_sinks is None) != (self.attention_window is None):
             raise ConfigError("attention_sinks and attention_window go together: give both, or none (sinks may be 0)")
+        if self.attention_sinks is not None and self.speculate != "off":
+            raise ConfigError(
+                f"speculate={self.speculate!r} and attention_sinks exclude each other: a stream's blocks move as its "
+                "tokens are computed, and drafts that are wrong would have to move them back; leave one of them out"
+            )
         if self.max_prefill_tokens and self.policy in UNLIMITED:
             raise ConfigError(f"policy={self.policy!r} is a baseline without max_prefill_tokens: leave one of them out")
         for name in ("plan", "trace"):

@@ -6,7 +6,7 @@
 
 A module with replaceable functions keeps them in a `Parts` and calls them through it. What can be replaced are the
 operations of `minillm.ops`; of the tokenizer, `bpe_merge`; of quantization, `awq_scales`, `awq_clipping` and `gptq`;
-and, by classes, the scheduler's `policy` and `block_pool`.
+and, by classes, the scheduler's `policy`, `block_pool` and `proposer`.
 """
 
 import threading
@@ -118,12 +118,13 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
     their reference in `minillm.ops.reference`). One that raises `NotSolvedYet` falls back to the engine's own.
     Yields a `Used` that counts the calls. Nested blocks work; the inner one wins. Raises OverrideError.
 
-    policy and block_pool are classes (or functions that make an object): `policy` is called with nothing and gives
-    what `minillm.scheduler.policies.FirstComeFirstServed` describes, `block_pool` with the number of blocks and gives
-    what `minillm.kv_cache.BlockPool` does. They have a state, so an engine changes them only while it is idle: the
-    first request after that runs with what is in place then, on a fresh scheduler that knows no prefix; an engine that
-    is working, when the block begins or ends, keeps what it has until it has nothing left to do. A class falls back
-    whole if a short rehearsal finds a method that raises `NotSolvedYet`.
+    policy, block_pool and proposer are classes (or functions that make an object): `policy` is called with nothing and
+    gives what `minillm.scheduler.policies.FirstComeFirstServed` describes, `block_pool` with the number of blocks and
+    gives what `minillm.kv_cache.BlockPool` does, and `proposer`, in an engine that speculates, with nothing and gives
+    what `minillm.speculation.Proposer` describes. They have a state, so an engine changes them only while it is idle:
+    the first request after that runs with what is in place then, on a fresh scheduler that knows no prefix; an engine
+    that is working, when the block begins or ends, keeps what it has until it has nothing left to do. A class falls
+    back whole if a short rehearsal finds a method that raises `NotSolvedYet`.
 
     On a GPU replaced operations run without CUDA graphs. capturable=True declares that these may be captured in one
     (lesson 11): they launch the same kernels for equal shapes, read no value back to the host, and leave the padding

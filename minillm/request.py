@@ -68,17 +68,20 @@ class RequestOptions:
     cache_salt        cached prefixes are shared only between requests with the same salt: use one for each tenant
     use_prefix_cache  False: neither use cached prefixes nor leave any for others
     priority          lower goes first, if the engine's policy is "priority"
+    speculate         False: draft no tokens for it, if the engine does; they change its speed, never its tokens
     """
 
     cache_salt: str = ""
     use_prefix_cache: bool = True
     priority: int = 0
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache_salt, str) or SURROGATE.search(self.cache_salt):
             raise _refusal("cache_salt must be a string without lone surrogates", self.cache_salt)
-        if not isinstance(self.use_prefix_cache, bool):
-            raise _refusal("use_prefix_cache must be True or False", self.use_prefix_cache)
+        for name in ("use_prefix_cache", "speculate"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise _refusal(f"{name} must be True or False", value)
         priority = as_int(self.priority)
         if priority is None or abs(priority) >= 2**31:
             raise _refusal("priority must be a 32-bit whole number (lower goes first)", self.priority)

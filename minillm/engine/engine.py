@@ -33,6 +33,7 @@ from minillm.scheduler.checked import PARTS
 from minillm.scheduler.policies import POLICIES
 from minillm.scheduler.scheduler import Scheduler
 from minillm.scheduler.step import Step
+from minillm.speculation import PROPOSERS, Speculation
 from minillm.tokenizer import Tokenizer
 from minillm.trace.record import Trace
 from minillm.values import shown
@@ -150,7 +151,13 @@ class Engine:
             self.scheduler = self._make_scheduler(self.scheduler, *functions)
             self._adopted = functions
 
-    def _make_scheduler(self, before: Scheduler | None, make_policy: Callable, make_pool: Callable) -> Scheduler:
+    def _make_scheduler(
+        self, before: Scheduler | None, make_policy: Callable, make_pool: Callable, make_proposer: Callable
+    ) -> Scheduler:
+        speculation = None
+        if self.config.speculate != "off":
+            proposer = make_proposer(PROPOSERS[self.config.speculate])
+            speculation = Speculation(proposer, self.config, self.model_config.vocab_size)
         scheduler = Scheduler(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -163,6 +170,7 @@ class Engine:
             max_prefill_tokens=self.config.max_prefill_tokens or 0,
             policy=make_policy(POLICIES[self.config.policy]),
             pool=make_pool(BlockPool, self.facts.num_blocks),
+            speculation=speculation,
         )
         if before is not None:
             scheduler.count_on_from(before)
@@ -288,7 +296,7 @@ class Engine:
             "corrupted": scheduler.corrupted,
             "prefix_query_tokens": scheduler.prefix_queries,
             "prefix_hit_tokens": scheduler.prefix_hits,
-        }
+        } | ({} if scheduler.speculation is None else scheduler.speculation.stats())
 
     # ---- steps
 
@@ -387,18 +395,24 @@ class Engine:
     def _look_at(self, tracked: Tracked, row: int, tokens: list[int], results: Results) -> None:
         """Add new tokens to a request's text and log-probabilities, and look for stop strings."""
         request, completion = tracked.request, tracked.completion
-        completion.token_ids += tokens
-        logprobs = None
-        if completion.logprobs is not None:
-            logprobs = [results.logprobs[row]]
-            completion.logprobs += logprobs
+        if len(tokens) > 1:  # those after its end are not its own
+            known = len(request.prompt) + len(completion.token_ids)
+            tokens = tokens[: self.scheduler.tokens_of(request) - known]
         if tracked.output is not None:
-            tracked.output.add(tokens, request.finish_reason)
+            kept = tracked.output.add(tokens, request.finish_reason)
             string = tracked.output.stop_string
             if string is not None and request.finish_reason is None:
                 self.scheduler.finish(request, "stop", string)
             elif string is not None:
                 request.finish_reason, request.stop_reason = "stop", string
+            if kept < len(tokens):
+                request.known = request.known[: kept - len(tokens)]
+                tokens = tokens[:kept]
+        completion.token_ids += tokens
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = results.logprobs[row][: len(tokens)]
+            completion.logprobs += logprobs
         matcher = request.matcher
         if matcher is not None and request.finish_reason is None and (failure := matcher.advance(tokens)):
             self.scheduler.finish(request, "abort", failure)

@@ -18,9 +18,9 @@ from .logprobs import PromptScores, Scores, as_dicts
 class Results:
     """The results of a step, on the host, in the order of its sampling rows."""
 
-    tokens: np.ndarray  # [samples, queries_per_decode] int64; -1: the row's logits are not numbers
+    tokens: np.ndarray  # [samples, most] int64; -1: the row's logits are not numbers
     accepted: np.ndarray  # [samples]: how many of them are kept, counted from the first
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # row -> log-probabilities of its token
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of each of its tokens
     # row -> (position of the first token, one dict a token; None: the logits are not numbers)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs] | None]] = field(default_factory=dict)
 
@@ -38,7 +38,8 @@ class StepInFlight(Protocol):
 class LaunchedStep:
     """A step that runs or has run on this process's device.
 
-    tokens [samples] int64, on the device. read: returns them once the step has run, if it writes them to the host.
+    tokens: those that it yields, [n] int64, on the device. read: returns them once the step has run, if it writes them
+    to the host.
     """
 
     def __init__(
@@ -62,11 +63,26 @@ class LaunchedStep:
         """Block until the results are on the host, and return them."""
         if self._event is not None:
             self._event.synchronize()
-        tokens = self._read()
-        results = Results(tokens[:, None], np.ones(len(tokens), np.int64))
+        results = agreed(self.step, self._read())
         for scores in self._logprobs:
-            results.logprobs |= zip(scores.rows.tolist(), as_dicts(scores.ids, scores.values), strict=True)
+            for row, entry in zip(scores.rows.tolist(), as_dicts(scores.ids, scores.values), strict=True):
+                results.logprobs.setdefault(row, []).append(entry)
         for each in self._prompts:
             logprobs = None if each.values.isnan().any() else as_dicts(each.ids, each.values)
             results.prompt_logprobs[each.row] = (each.position, logprobs)
         return results
+
+
+def agreed(step: Step, sampled: np.ndarray) -> Results:
+    """Accept each row's drafts while they are the tokens that the model samples there, and the token after them.
+
+    sampled: [tokens that the step yields]. A token was sampled with the number of its own position, from logits that
+    saw the drafts before it. So while those are right, it is the token of a step without drafts.
+    """
+    if step.drafts is None:
+        return Results(sampled[:, None], np.ones(len(sampled), np.int64))
+    drafts, yields = step.drafts[step.samples], step.drafted[step.samples] + 1
+    tokens = np.full((len(drafts), drafts.shape[1] + 1), -1, np.int64)
+    tokens[np.arange(tokens.shape[1]) < yields[:, None]] = sampled
+    right = (tokens[:, :-1] == drafts) & (drafts >= 0)
+    return Results(tokens, 1 + np.cumprod(right, axis=1).sum(axis=1))

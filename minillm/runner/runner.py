@@ -74,6 +74,7 @@ class Runner:
             )
         self.caches = self.memory.allocate(self.num_blocks)
         self.graphs = make_graphs(self.caches)
+        self.drafts = config.speculate != "off"  # whether steps may have drafts
         self._decoding: tuple[Step, Batch, Tensor] | None = None  # the last decode-only step, its batch, its tokens
 
     def _make_graphs(self, config: DeviceConfig, caches: list[LayerCache]) -> "StepGraphs | None":
@@ -99,12 +100,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> LaunchedStep:
-        """Run a step. On a GPU it returns without waiting; `LaunchedStep.wait` gives the results.
-
-        Raises NotImplementedError for a step whose decoding rows run several tokens: only the last would be sampled.
-        """
-        if step.queries_per_decode > 1:
-            raise NotImplementedError(f"step {step.number} runs {step.queries_per_decode} tokens of each decoding row")
+        """Run a step. On a GPU it returns without waiting; `LaunchedStep.wait` gives the results."""
         self.state.update(step)
         before, self._decoding = self._decoding, None
         prompts = [] if step.decodes_only else logprobs.rows_wanting_prompts(self.state, step)
@@ -112,7 +108,7 @@ class Runner:
             replayed = self.graphs.replay(step)
             if replayed is not None:
                 return self._correct(step, replayed)
-        if step.decodes_only:
+        if step.decodes_only and step.drafts is None:
             return self._decode(step, before)
         return self._run_mixed(step, prompts)
 
@@ -128,7 +124,7 @@ class Runner:
 
     def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> LaunchedStep:
         """Launch a decode-only step kernel by kernel."""
-        if before is not None and _continues(step, before[0]):
+        if before is not None and _continues(step, before[0]) and not (self.drafts and self._enters_blocks(step)):
             # The same rows continue in the same blocks: reuse the last batch, advanced by one token.
             _, batch, sampled = before
             batch.token_ids = sampled
@@ -141,13 +137,17 @@ class Runner:
         self._decoding = (step, batch, sampled)
         return launched
 
+    def _enters_blocks(self, step: Step) -> bool:
+        """Whether a row's next token begins a block. Drafts may have given it that block some steps ago."""
+        return bool((step.starts % self.state.block_size == 0).any())
+
     def _run_mixed(self, step: Step, prompts: list[int]) -> LaunchedStep:
         """Launch a step kernel by kernel. prompts: indices of the rows whose prompts are scored."""
         last = np.cumsum(step.queries) - 1
-        index = last[step.samples]
+        index = sampled = step.for_each_token(last)
         if prompts:
             used = np.zeros(last[-1] + 1, bool)
-            used[index] = True
+            used[sampled] = True
             for i in prompts:
                 used[last[i] - step.queries[i] + 1 : last[i] + 1] = True
             index = np.nonzero(used)[0]
@@ -157,17 +157,18 @@ class Runner:
             first = int(np.searchsorted(index, last[i] - step.queries[i] + 1))
             scores.append(logprobs.of_prompt(self.model, self.state, step, i, hidden[first:]))
         if prompts:
-            hidden = hidden[self.state.send(np.searchsorted(index, last[step.samples]))[0]]
+            hidden = hidden[self.state.send(np.searchsorted(index, sampled))[0]]
         return self._sample(step, hidden, scores)[0]
 
     def _sample(
         self, step: Step, hidden: Tensor, prompts: Sequence[logprobs.PromptScores] = ()
     ) -> tuple[LaunchedStep, Tensor]:
-        """Sample each sampling row's next token and store it on the device. hidden: [samples, hidden].
+        """Sample the tokens that the step yields and store them on the device. hidden: [tokens, hidden].
 
+        After a draft that is wrong, what is stored is wrong too, until the row's next step writes there.
         Returns the tokens as the next step's inputs too.
         """
-        rows, ends = step.sampling_rows, step.sampling_ends
+        rows, ends = step.token_rows, step.for_each_token(step.ends)
         if len(rows) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
             return LaunchedStep(step, nothing, [], prompts), nothing

@@ -110,7 +110,8 @@ class Sampler:
         masked = np.nonzero(columns.masked[rows])[0]
         if not len(masked):
             return logits
-        masks = self._tensor(np.stack([columns.mask[row] for row in rows[masked]]))
+        which = lengths[masked] - columns.masked_from[rows[masked]]
+        masks = self._tensor(np.stack([columns.masks[row][i] for row, i in zip(rows[masked], which, strict=True)]))
         return forbid(logits, self._tensor(masked), masks)
 
     STAGES = (logit_bias, penalties, min_tokens, grammar)

@@ -60,12 +60,18 @@ class RowState:
         """Apply the changes since the last step: new requests and block table entries."""
         if step.new_rows:
             self.fill(step.new_rows)
-        for row, mask in step.masks.items():
-            self.sampling.mask[row] = mask
+        for row, masks in step.masks.items():
+            self.sampling.masks[row] = masks
+        if step.masks:
+            self.sampling.masked_from[step.rows] = step.ends - step.drafted
         if step.table_changes is not None:
             *entries, blocks = step.table_changes
             rows, columns, sent = self.send(*entries, blocks.ravel())
             self.block_table[:, rows, columns] = sent.view(blocks.shape).int()
+        if step.drafts is not None:
+            places, order = np.nonzero(step.drafts >= 0)
+            positions = (step.ends - step.drafted)[places] + order
+            self.store(step.rows[places], positions, self.to_device(step.drafts[places, order]))
 
     def fill(self, new_rows: Sequence[NewRow]) -> None:
         """Set the columns of rows that requests have just got."""
@@ -126,7 +132,8 @@ class SamplingColumns:
         self.bias = [(np.zeros(0, np.int64), np.zeros(0))] * rows  # token ids, and the values to add to their logits
         self.biased = np.zeros(rows, bool)
         self.masked = np.zeros(rows, bool)  # rows with a grammar
-        self.mask = [np.zeros(0, np.uint8)] * rows  # the tokens that it allows next, one bit each
+        self.masks = [np.zeros((0, 0), np.uint8)] * rows  # the tokens that it allows next, and after each draft
+        self.masked_from = np.zeros(rows, np.int64)  # the position of the token that the first of these masks is for
         self.general = np.zeros(rows, bool)  # rows whose logits are adjusted before they are sampled
         self.shaping = {name: np.zeros(rows) for name in PENALTIES | TRUNCATION}
 

@@ -47,7 +47,7 @@ class StepGraphs:
 
     def replay(self, step: Step) -> Replayed | None:
         """Replay a step. Returns None if no graph can run it."""
-        if step.queries_per_decode > 1 or not self.captured.follow():
+        if step.drafts is not None or not self.captured.follow():
             return None
         for graphs in self.kinds:
             if (shape := graphs.fits(step)) is not None:

@@ -15,6 +15,8 @@ import numpy as np
 from minillm.kv_cache.block_pool import BlockPool, BlockPoolError
 from minillm.overrides import NotSolvedYet, OverrideError, Parts, Used, register
 from minillm.request import Request, SamplingParams
+from minillm.speculation.ngram import NgramProposer
+from minillm.speculation.proposer import Asked, Proposer
 
 from .policies import FirstComeFirstServed, Policy, PolicyError
 
@@ -171,7 +173,37 @@ class CheckedPool:
         return blocks.tolist()
 
 
-WRAPPERS: dict[str, type[CheckedPolicy] | type[CheckedPool]] = {"policy": CheckedPolicy, "block_pool": CheckedPool}
+class CheckedProposer:
+    """A user-supplied proposer. `Speculation` checks every proposer's answers."""
+
+    own = NgramProposer
+    members = ("propose", "forget")
+
+    def __init__(self, part: Proposer, count: Callable[[], None]):
+        self.part, self._count = part, count
+        self.name = type(part).__name__
+
+    @classmethod
+    def rehearse(cls, make: Callable[[], Proposer]) -> None:
+        """Run each of its methods. Raises NotSolvedYet where one does."""
+        proposer = make()
+        asked = [Asked("rehearsal", np.array([1, 2, 3, 1, 2], np.int32), 2)]
+        _each(lambda: proposer.propose(asked), lambda: proposer.forget("rehearsal"))
+
+    def propose(self, asked: Sequence[Asked]) -> Sequence[Sequence[int]]:
+        self._count()
+        return self.part.propose(asked)
+
+    def forget(self, request_id: str) -> None:
+        self._count()
+        self.part.forget(request_id)
+
+
+WRAPPERS: dict[str, type[CheckedPolicy] | type[CheckedPool] | type[CheckedProposer]] = {
+    "policy": CheckedPolicy,
+    "block_pool": CheckedPool,
+    "proposer": CheckedProposer,
+}
 
 
 class StatefulParts(Parts):

@@ -22,9 +22,11 @@ from minillm.kv_cache.attention_sinks import STREAM_TOKENS, Stream, StreamTables
 from minillm.kv_cache.block_pool import BlockPool, BlockPoolError, prefix_keys
 from minillm.kv_cache.block_tables import BlockTables, group_key
 from minillm.request import NOT_NUMBERS, Request
+from minillm.speculation.control import Speculation
 from minillm.trace.record import NO_TRACE, Trace
 
 from .admission import Refusal, admit
+from .drafting import Drafts, draft
 from .fence import Fence
 from .policies import FirstComeFirstServed, Policy, PolicyError
 from .step import NewRow, Step
@@ -36,7 +38,7 @@ class Scheduler:
     windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`. stream: what a
     row keeps where requests may be longer than max_model_len; see `kv_cache.attention_sinks`. max_prefill_tokens:
     the most prompt tokens in a step that also decodes, so that running streams never wait long. 0: only the step's own
-    limit applies.
+    limit applies. speculation: what drafts tokens, if anything does.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Scheduler:
         max_prefill_tokens: int = 0,
         policy: Policy | None = None,
         pool: BlockPool | None = None,
+        speculation: Speculation | None = None,
     ):
         self.max_num_batched_tokens, self.max_prefill_tokens = max_num_batched_tokens, max_prefill_tokens
         self.longest = max_model_len if stream is None else STREAM_TOKENS  # most tokens of a request
@@ -66,6 +69,7 @@ class Scheduler:
         self.tokens_run = self.generated = 0  # tokens that steps were launched with, and that requests got
         self.preemptions = self.corrupted = 0  # corrupted: requests ended because their logits are not numbers
         self.prefix_queries = self.prefix_hits = 0  # tokens looked up in the cache at admission, and found
+        self.speculation = speculation
         self._arrivals = 0
         self._start(BlockPool(num_blocks) if pool is None else pool)
 
@@ -135,6 +139,8 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         row = request.row
         self.waiting.remove(request) if row < 0 else self._vacate(request)
+        if self.speculation is not None:
+            self.speculation.forget(request.request_id)
         self.trace.finish(request, row, self.launched)
 
     def reset(self, requests: Iterable[Request], pool: BlockPool) -> None:
@@ -149,10 +155,16 @@ class Scheduler:
                 request.known, request.row = self.tokens[row, : self.confirmed[row]].copy(), -1
             if request.finish_reason is None:
                 request.finish_reason = "abort"
+                if self.speculation is not None:
+                    self.speculation.forget(request.request_id)
                 self.trace.finish(request, row, self.launched)
         self._start(pool)
         self.read = self.launched
         self.trace.reset(self)
+
+    def tokens_of(self, request: Request) -> int:
+        """How many tokens of a request are known, its prompt included."""
+        return len(request.known) if request.row < 0 else int(self.confirmed[request.row])
 
     def count_on_from(self, before: "Scheduler") -> None:
         """Number steps and count events where another scheduler, of the same engine, ended."""
@@ -160,6 +172,8 @@ class Scheduler:
         self.tokens_run, self.generated, self.preemptions = before.tokens_run, before.generated, before.preemptions
         self.prefix_queries, self.prefix_hits = before.prefix_queries, before.prefix_hits
         self.corrupted = before.corrupted
+        if self.speculation is not None and before.speculation is not None:
+            self.speculation.count_on_from(before.speculation)
 
     @property
     def in_flight(self) -> int:
@@ -193,7 +207,11 @@ class Scheduler:
             if self.has_work and not self.in_flight:
                 raise self._stuck(refusal)
             return None
-        step = self._launch(rows, queries)
+        drafts = None
+        if self.speculation is not None and (drafts := draft(self, rows, queries)) is not None:
+            queries = queries + drafts.counts
+            self.known[rows] += drafts.counts
+        step = self._launch(rows, queries, drafts)
         if step.decodes < len(rows):
             self._lacking = None, 0  # a waiting request may share the chunks' blocks, and so need fewer
         return step
@@ -204,6 +222,8 @@ class Scheduler:
         ready = (self.computed[rows] < known) & (known < self.limit[rows])
         if self.matchers:
             ready &= ~np.isin(rows, list(self.matchers)) | (known == self.confirmed[rows])
+        if self.speculation is not None:
+            ready &= ~self.speculation.waits(rows) | (known == self.confirmed[rows])
         return rows[ready]
 
     def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
@@ -236,6 +256,10 @@ class Scheduler:
         """Free the blocks that no later query of these rows can see, once the steps in flight have been read."""
         if not self.tables.slides:
             return
+        if self.speculation is not None:
+            rows = rows[
+                ~self.speculation.unread[rows]
+            ]  # what their drafts hide comes back into sight if they are wrong
         rows = rows[(self.tables.hidden(self.computed[rows]) > self.tables.gone[:, rows]).any(axis=0)]
         for row in rows:
             self._register(self.requests[row], int(self.computed[row]))  # what others may still find
@@ -268,10 +292,11 @@ class Scheduler:
         request.keys = prefix_keys(request.known, self.block_size, request.options.cache_key, request.keys)
         return self.tables.find_prefix(self.pool, request.keys[:full])
 
-    def _launch(self, rows: np.ndarray, queries: np.ndarray) -> Step:
-        decodes = int((queries == 1).sum())
+    def _launch(self, rows: np.ndarray, queries: np.ndarray, drafts: Drafts | None = None) -> Step:
+        per_decode = 1 if drafts is None else drafts.queries_per_decode
+        decodes = int((queries == per_decode).sum())
         if decodes < len(rows):
-            order = np.argsort(queries > 1, kind="stable")
+            order = np.argsort(queries != per_decode, kind="stable")
             rows, queries = rows[order], queries[order]
         starts = self.computed[rows]
         self.launched += 1
@@ -282,10 +307,12 @@ class Scheduler:
             self._register(self.requests[row], int(self.computed[row]))
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
-        step = Step(self.launched, rows, starts, queries, samples, decodes, new_rows=self._new_rows)
+        step = Step(self.launched, rows, starts, queries, samples, decodes, per_decode, new_rows=self._new_rows)
         step.first = samples & (self.computed[rows] == self.prompt[rows])
         if self.matchers:
-            step.masks = {row: self.matchers[row].mask for row in rows[samples].tolist() if row in self.matchers}
+            step.masks = {row: self.matchers[row].mask[None] for row in rows[samples].tolist() if row in self.matchers}
+        if drafts is not None:
+            drafts.put_into(step)
         step.moved = self.tables.moved(rows)
         step.table_changes = self.tables.take_changes()
         self._release_hidden(rows[decodes:])  # columns that move up for it do so in the next step
@@ -298,21 +325,16 @@ class Scheduler:
     def complete(self, step: Step, tokens: np.ndarray, accepted: np.ndarray | None = None) -> list[Request]:
         """Take in the tokens that `step` yielded, in its rows' order; returns the requests that ended.
 
-        tokens: [samples] int, or [samples, step.queries_per_decode], of which the first `accepted` [samples] (None:
-        all) are the row's next; -1: the row's logits are not numbers. Steps are read in the order they were launched.
+        tokens: [samples] int, or with drafts [samples, most], of which the first `accepted` [samples] are the row's
+        next; -1: the row's logits are not numbers. Steps are read in the order they were launched.
         """
         assert step.number == self.read + 1, "steps are read in the order they were launched"
-        assert step.queries_per_decode == 1 or step.number == self.launched, (
-            "a step was launched ahead of one with several tokens a row: it continues from tokens that may be rejected"
-        )
         self.read = step.number
         self.trace.arrived(step.number)
         sampling, ended = step.sampling_rows, []
-        if tokens.ndim == 1:
-            tokens = tokens[:, None]
         if accepted is None:
-            accepted = np.full(len(sampling), tokens.shape[1])
-        if step.queries_per_decode > 1:
+            tokens, accepted = tokens.reshape(-1, 1), np.ones(len(sampling), np.int64)
+        if step.drafts is not None:
             self._reject(step, accepted)
         for i in range(tokens.shape[1]):
             going = (self.confirmed[sampling] > 0) & (accepted > i)  # rows that ended meanwhile have confirmed none
@@ -321,12 +343,19 @@ class Scheduler:
         return ended
 
     def _reject(self, step: Step, accepted: np.ndarray) -> None:
-        """Take back the tokens that were launched but not accepted: they are neither known nor computed."""
-        decoding = np.nonzero(step.samples)[0] < step.decodes
-        rows, count = step.sampling_rows[decoding], step.queries_per_decode - accepted[decoding]
-        going = self.confirmed[rows] > 0
-        self.known[rows[going]] -= count[going]
-        self.computed[rows[going]] -= count[going]
+        """Take back the drafts that were not accepted: they are neither known nor computed.
+
+        What was written for them is overwritten, and no block that holds any of it has been registered.
+        """
+        rows, drafted = step.sampling_rows, step.drafted[step.samples]
+        going = (self.confirmed[rows] > 0) & (drafted > 0)
+        rows, drafted, right = rows[going], drafted[going], accepted[going] - 1
+        assert (self.last_step[rows] == step.number).all(), "a row ran on from drafts that may be rejected"
+        assert self.speculation is not None, "without it there are no drafts"
+        self.speculation.learn(rows, drafted, right)
+        self.known[rows] -= drafted - right
+        self.computed[rows] -= drafted - right
+        self.trace.reject(rows, drafted - right)
 
     def _confirm(self, rows: np.ndarray, sampled: np.ndarray) -> list[Request]:
         """Append each row's next token; returns the requests that it ends."""
@@ -402,6 +431,8 @@ class Scheduler:
         request.registered = computed // self.block_size
         if request.matcher is not None:
             self.matchers[row] = request.matcher
+        if self.speculation is not None:
+            self.speculation.occupy(row, request.options.speculate)
         self.arrival[row] = request.arrival
         index = int(np.searchsorted(self.arrival[self.order], request.arrival))
         self.order = np.insert(self.order, index, row)

@@ -33,11 +33,14 @@ class Step:
     queries: np.ndarray  # [n] int32: tokens that run now
     samples: np.ndarray  # [n] bool: the row's last known token is among them, so the step yields one more
     decodes: int  # how many leading rows run `queries_per_decode` tokens each
-    queries_per_decode: int = 1  # the newest token; more when tokens are speculated
+    queries_per_decode: int = 1  # the newest token, and its drafts
     new_rows: list[NewRow] = field(default_factory=list)  # requests that got their row since the last step
     first: np.ndarray | None = None  # [n] bool: what the row yields is its request's first token
     moved: np.ndarray | None = None  # [n] of streams: blocks that the rows have freed, which no table has any more
-    # Rows whose next token a grammar restricts, each with one bit a token of the vocabulary; see `grammar.Matcher`.
+    # Drafted tokens that the rows run after their newest: [n, most] int32, -1 for none; None: the step has no drafts.
+    drafts: np.ndarray | None = None
+    # Rows whose next tokens a grammar restricts: for each token that they yield, one bit a token of the vocabulary, as
+    # `grammar.Matcher` has them, [yielded, bytes].
     masks: dict[int, np.ndarray] = field(default_factory=dict)
     # What changed in the block tables: rows [m], columns [m] and their new blocks [groups, m].
     table_changes: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
@@ -56,6 +59,29 @@ class Step:
     def sampling_ends(self) -> np.ndarray:
         """[samples] int32: `ends` of the sampling rows, which are the positions of their new tokens."""
         return self.ends[self.samples]
+
+    @property
+    def drafted(self) -> np.ndarray:
+        """[n] int32: how many of each row's queries are drafts, which are its last ones."""
+        if self.drafts is None:
+            return np.zeros(len(self.rows), np.int32)
+        return (self.drafts >= 0).sum(axis=1, dtype=np.int32)
+
+    def for_each_token(self, last: np.ndarray) -> np.ndarray:
+        """[tokens]: for each token that the step yields, in the rows' order, a number that counts up to `last` [n].
+
+        A row yields a token after its newest token and one after each of its drafts; `last` is of the last one.
+        """
+        last = last[self.samples]
+        if self.drafts is None:
+            return last
+        yields = self.drafted[self.samples] + 1
+        return np.repeat(last - np.cumsum(yields) + 1, yields) + np.arange(yields.sum())
+
+    @property
+    def token_rows(self) -> np.ndarray:
+        """[tokens] int32: the row of each token that the step yields."""
+        return self.sampling_rows if self.drafts is None else np.repeat(self.rows, self.samples * (self.drafted + 1))
 
     @property
     def decodes_only(self) -> bool:

@@ -39,8 +39,10 @@ FIELDS = {
     "finish": ("request", "row", "reason", "step"),  # row -1: it was still waiting
     "skip": ("step", "rows"),  # rows with one pending token that do not run in this step
     "chunk": ("step", "row", "start", "count", "place"),  # row with several pending tokens; place: index in the step
+    "draft": ("step", "row", "count"),  # drafts that the row runs after its newest token; its chunk has all of them
     "launch": ("step", "size"),  # size: number of rows that run
     "read": ("step",),
+    "reject": ("row", "count"),  # drafts of the step just read that were wrong: they are no tokens of the row
     "reset": ("step",),  # after a failure: steps in flight and cached prefixes are discarded
 }
 CHUNK = 1024  # entries that a trace with a file buffers before writing them
@@ -65,6 +67,11 @@ class RecordedStep(Protocol):
     queries: np.ndarray
     samples: np.ndarray
     decodes: int
+    queries_per_decode: int
+    drafts: np.ndarray | None
+
+    @property
+    def drafted(self) -> np.ndarray: ...
 
 
 class RecordedScheduler(Protocol):
@@ -183,15 +190,23 @@ class Trace:
             left = left[(known - scheduler.computed[left] == 1) & (known < scheduler.limit[left])]
             if len(left):
                 self._add("skip", step.number, left)
-        if not step.samples.all() or step.decodes < len(step.rows):
+        if not step.samples.all() or step.decodes < len(step.rows) or step.queries_per_decode > 1:
             # A row with one pending token runs it and samples. Every other row runs a chunk.
             places = np.nonzero((step.queries > 1) | ~step.samples)[0]
             chunks = (step.rows[places], step.starts[places], step.queries[places], places)
             self._add("chunk", step.number, *chunks)
+        if step.drafts is not None:
+            drafting = step.drafted > 0
+            self._add("draft", step.number, step.rows[drafting], step.drafted[drafting])
         self._add("launch", step.number, len(step.rows))
 
     def arrived(self, step: int) -> None:
         self._add("read", step)
+
+    def reject(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """rows, counts: [n], the drafts of each row that were wrong, maybe none."""
+        if counts.any():
+            self._add("reject", rows[counts > 0], counts[counts > 0])
 
     def reset(self, scheduler: RecordedScheduler) -> None:
         self._add("reset", scheduler.launched)
@@ -255,7 +270,7 @@ class NoTrace(Trace):
     """Records nothing: the trace of an engine without one."""
 
     watch = submit = admit = grow = register = forget = release = _nothing
-    preempt = finish = launch = arrived = reset = _nothing
+    preempt = finish = launch = arrived = reject = reset = _nothing
 
 
 NO_TRACE = NoTrace()
@@ -278,9 +293,11 @@ def _apart(event: str, *values: Any) -> Iterator[tuple]:
             yield "share", request, row, computed, [group[:shared] for group in blocks]
     elif event == "evict":  # several blocks
         yield from ((event, block) for block in values[0])
-    elif event == "chunk":  # the chunks of one step
+    elif event in ("chunk", "draft"):  # of one step
         step, *columns = values
         yield from ((event, step, *each) for each in zip(*columns, strict=True))
+    elif event == "reject":
+        yield from ((event, *each) for each in zip(*values, strict=True))
     elif event == "release":  # the blocks of several rows
         rows, blocks, step = values
         for row in dict.fromkeys(rows):

@@ -21,7 +21,7 @@ class StepRows:
     request: list[str]
     start: list[int]  # tokens already in the cache
     count: list[int]  # tokens that ran
-    kind: list[str]  # "decode": runs only the newest token, after the prompt; else "prefill"
+    kind: list[str]  # "decode": runs only the newest token, after the prompt, and its drafts; else "prefill"
     samples: list[bool]  # the row yields a token
 
 
@@ -102,6 +102,7 @@ class Mirror:
         self.launched = self.newest_read = event["launched"]
         self.skipped: list[int] = []
         self.chunks: list[dict] = []
+        self.drafts: list[dict] = []
 
     def _submit(self, event: dict) -> None:
         self.submitted[event["request"]] = (self.arrivals, event["prompt"])
@@ -196,6 +197,9 @@ class Mirror:
     def _chunk(self, event: dict) -> None:
         self.chunks.append(event)
 
+    def _draft(self, event: dict) -> None:
+        self.drafts.append(event)
+
     def _launch(self, event: dict) -> StepRows:
         number = event["step"]
         self._expect(number == self.launched + 1, "launch", f"launches step {number}")
@@ -219,6 +223,8 @@ class Mirror:
         starts = self.computed[rows]
         newest = starts + 1 == self.known[rows]
         decodes = newest & (starts >= self.prompt[rows])
+        for draft in self.drafts:
+            self.known[draft["row"]] += draft["count"]
         self.computed[rows] += counts
         enough = (self.computed[rows] <= self.held[rows] * self.block_size).all()
         self._expect(enough, "launch", "runs tokens without a block")
@@ -230,7 +236,7 @@ class Mirror:
             arrivals = [self.submitted[name][0] for name in self.names[self.order]]
             place = int(np.searchsorted(arrivals, self.submitted[self.names[row]][0]))
             self.order = np.insert(self.order, place, row)
-        self.joined, self.skipped, self.chunks = [], [], []
+        self.joined, self.skipped, self.chunks, self.drafts = [], [], [], []
         kinds = np.where(decodes, "decode", "prefill").tolist()
         lists = (rows.tolist(), self.names[rows].tolist(), starts.tolist(), counts.tolist(), kinds, samples.tolist())
         return StepRows(number, event["time"], None, *lists)
@@ -241,12 +247,18 @@ class Mirror:
         self.newest_read = step
         self._open_fence()
 
+    def _reject(self, event: dict) -> None:
+        row, count = event["row"], event["count"]
+        self._expect(row in self.blocks, "reject", f"takes back drafts of row {row}, which is free")
+        self.known[row] -= count
+        self.computed[row] -= count
+
     def _reset(self, event: dict) -> None:
         self._expect(not self.blocks, "reset", "comes while requests still hold rows")
         self.newest_read = self.launched
         self._open_fence()
         self.registered.clear()
-        self.joined, self.skipped, self.chunks = [], [], []
+        self.joined, self.skipped, self.chunks, self.drafts = [], [], [], []
 
     def tables(self, step: StepRows) -> Tables:
         rows = {

@@ -107,8 +107,8 @@ def test_an_error_in_the_other_process_ends_the_requests_with_it(pipe, monkeypat
         RemoteExecutor(pipe, EMBEDDED, too_long)
     with remote(pipe, monkeypatch, num_blocks=16) as other:
         launch = other.engine.executor.launch
-        monkeypatch.setattr(other.engine.executor, "launch", lambda step: launch(replace(step, queries_per_decode=2)))
-        with pytest.raises(NotImplementedError, match="runs 2 tokens of each decoding row"):
+        monkeypatch.setattr(other.engine.executor, "launch", lambda step: launch(replace(step, rows=step.rows + 999)))
+        with pytest.raises(IndexError, match="out of bounds"):
             other.generate([[5, 6]])
         monkeypatch.undo()
         (done,) = other.generate([[5, 6]], SamplingParams(max_tokens=4, ignore_eos=True))

@@ -35,6 +35,7 @@ LAYERS = (
         "advice",
         "runner",
         "scheduler",
+        "speculation",
         "model",
         "ops",
         "pretrained",

@@ -4,6 +4,9 @@ The model is a device made of dictionaries: every cache slot records the token i
 reads the cache only through the block tables, and derives the next token from everything it sees there, so a block
 allocated twice, lost or overwritten changes tokens. A layer group with a window sees only that window, and blocks that
 no request holds or can find are wiped. The expected tokens come from a loop that knows nothing about blocks.
+
+Some schedules have drafts, each right or wrong by a coin. As on a real device, what a step stored for drafts that were
+wrong stays there until it is overwritten.
 """
 
 from collections import deque
@@ -24,9 +27,11 @@ from hypothesis.stateful import (
 from minillm.kv_cache import BlockPool
 from minillm.kv_cache.block_tables import BlockTables
 from minillm.request import Request, RequestOptions, SamplingParams
+from minillm.runner.launched import agreed
 from minillm.scheduler import Scheduler
 from minillm.scheduler.policies import POLICIES, FirstComeFirstServed
 from tests.chance import TIMES
+from tests.speculation.proposers import Coin, speculation
 
 pytestmark = pytest.mark.key
 
@@ -95,8 +100,8 @@ class Device:
                     block = self.table[group, row, position // self.block_size]
                     self.slots[block, position % self.block_size] = self.tokens[row, position]
                     written.add((block, row))
-        sampled = []
-        for (row, start, count), samples in zip(spans, step.samples, strict=True):
+        sampled, stored = [], {}
+        for (row, start, count), drafted, samples in zip(spans, step.drafted.tolist(), step.samples, strict=True):
             end = start + count
             seen: list[dict[int, int]] = []  # for each group, position -> token, as seen by the last query
             for group, window in enumerate(self.windows):
@@ -105,15 +110,17 @@ class Device:
                 at = {p: (self.table[group, row, p // self.block_size], p % self.block_size) for p in range(first, end)}
                 read |= {block for block, _ in at.values()}
                 found = {p: self.slots[slot] for p, slot in at.items()}
-                seen.append({p: token for p, token in found.items() if p >= end - reach})
+                seen.append(found)
                 assert all(token == self.tokens[row, p] for p, token in found.items()), (
                     "a query sees another request's token"
                 )
-            if samples:
-                farthest = max(seen, key=len)
-                token = next_token(farthest[p] for p in sorted(farthest))
-                self.tokens[row, end] = token
+            farthest = max(seen, key=len)
+            reach = LONGEST if None in self.windows else max(self.windows)
+            for after in range(end - drafted, end + 1) if samples else ():
+                token = next_token(farthest[p] for p in range(max(after - reach, 0), after))
+                stored[row, after] = token
                 sampled.append(token)
+        self.tokens |= stored
         return np.array(sampled, np.int64), written, read
 
     def update(self, step) -> None:
@@ -122,6 +129,9 @@ class Device:
         for new in step.new_rows:
             for position, token in enumerate(new.tokens):
                 self.tokens[new.row, position] = int(token)
+        for i, j in zip(*np.nonzero(step.drafted[:, None] > np.arange(int(step.drafted.max(initial=0)))), strict=True):
+            first = int(step.ends[i] - step.drafted[i])
+            self.tokens[int(step.rows[i]), first + int(j)] = int(step.drafts[i, j])
         if step.table_changes is not None:
             rows, columns, blocks = step.table_changes
             for i, (row, column) in enumerate(zip(rows, columns, strict=True)):
@@ -150,9 +160,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([*[True] * 7, False]),
         run_ahead=st.integers(0, 3),
         policy=st.sampled_from([*SCHEDULES, "short chunks"]),
+        drafts=st.sampled_from([0, 0, 1, 3, 6]),
+        coin=st.integers(0, 99),
     )
-    def start(self, rows, budget, run_ahead, policy, **options):
+    def start(self, rows, budget, run_ahead, policy, drafts, coin, **options):
         options = {"max_model_len": LONGEST} | options
+        if drafts:
+
+            def right(asked) -> list[int]:
+                tokens = asked.tokens.tolist()
+                return expected_tokens(tokens, len(tokens) + asked.most, options["windows"])[len(tokens) :]
+
+            proposer = Coin(right, VOCABULARY, right=0.8, seed=coin)
+            options["speculation"] = speculation(proposer, rows, drafts, VOCABULARY)
         self.scheduler = self.scheduler_class(
             max_num_seqs=rows, max_num_batched_tokens=budget, policy=SCHEDULES[policy](), **options
         )
@@ -178,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             params=SamplingParams(max_tokens=output),
             limit=len(prompt) + output,
             stop_ids=(STOP,),
-            options=RequestOptions(cache_salt=salt, use_prefix_cache=shares > 0, priority=priority),
+            options=RequestOptions(salt, use_prefix_cache=shares > 0, priority=priority, speculate=shares != 1),
         )
         if self.scheduler.tables.most(request.limit) > self.scheduler.pool.num_blocks:
             with pytest.raises(ValueError, match="cache blocks"):
@@ -236,7 +256,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.in_flight or not self.scheduler.has_work, "no request runs although some wait"
             return
         assert 0 < step.queries.sum() <= self.budget, "the step exceeds its token budget"
-        assert (step.queries[: step.decodes] == 1).all() and (step.queries[step.decodes :] > 1).all()
+        decoding = step.queries == step.queries_per_decode
+        assert decoding[: step.decodes].all() and not decoding[step.decodes :].any()
         sampled, written, read = self.device.run(step)
         owners = {(block, self.scheduler.requests[row]) for block, row in written}
         self.in_flight.append((step, sampled, owners, read))
@@ -245,7 +266,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def read(self):
         step, sampled, _, _ = self.in_flight.popleft()
-        for request in self.scheduler.complete(step, sampled):
+        results = agreed(step, sampled)
+        for request in self.scheduler.complete(step, results.tokens, results.accepted):
             assert request.finish_reason in ("stop", "length")
 
     @invariant()
@@ -421,12 +443,32 @@ class MissesLocalBlocks(Scheduler):
         self.tables.__class__ = FindsLocalHoles
 
 
+class AcceptsOneTooMany(Scheduler):
+    """The first draft that is wrong is accepted."""
+
+    def complete(self, step, tokens, accepted):
+        drafted = step.drafted[step.samples]
+        for i in np.flatnonzero(accepted <= drafted):
+            tokens[i, accepted[i] - 1] = step.drafts[step.samples][i, accepted[i] - 1]
+        return super().complete(step, tokens, accepted)
+
+
+class HidesWhatIsSeenAgain(Scheduler):
+    """Blocks that drafts can no longer see are freed, although a rejection brings them back."""
+
+    def _release_hidden(self, rows):
+        if self.speculation is not None:
+            self.speculation.unread[:] = False
+        super()._release_hidden(rows)
+
+
 # tools/state_machines.py runs these machines for a million steps and plants these faults. A fault replaces its first
 # base class.
 MACHINES = [SchedulerMachine]
 FAULTS = [ForgetsReferences, GivesTwice, KeepsStaleKeys, SkipsTheFence, OverspendsByOne, StopsOneLate]
 FAULTS += [SharesUnwrittenBlocks, RemembersWhatFailed]
 FAULTS += [LetsGoTooEarly, LetsGoTwice, LetsGoWithoutFence, MissesLocalBlocks]
+FAULTS += [AcceptsOneTooMany, HidesWhatIsSeenAgain]
 FINDINGS = (AssertionError, KeyError, IndexError, ValueError)
 
 

@@ -85,7 +85,8 @@ class StreamMachine(SchedulerMachine):
         policy=st.sampled_from([*SCHEDULES, "short chunks"]),
     )
     def start(self, stream, block_size, **options):
-        super().start(stream=stream, block_size=block_size, max_model_len=stream.max_blocks * block_size, **options)
+        longest = stream.max_blocks * block_size
+        super().start(stream=stream, block_size=block_size, max_model_len=longest, drafts=0, coin=0, **options)
 
     def expected(self, request):
         return expected_stream(request.prompt, request.limit, self.scheduler.stream, self.scheduler.block_size)

@@ -8,6 +8,7 @@ from minillm.request import Request, RequestOptions
 from minillm.scheduler import Scheduler, policies
 from minillm.trace import Trace, TraceError, replay, tables
 from tests.chance import SEED
+from tests.speculation.proposers import Coin, speculation
 
 STOP, LONGEST = 7, 40
 NOT_NUMBERS = 0.03  # how often a row has no token
@@ -38,6 +39,9 @@ class Schedule:
             "prefix_caching": bool(rng.random() < 0.8),
             "policy": policies.POLICIES[str(rng.choice([*policies.POLICIES]))](),
         } | fixed
+        if rng.random() < 0.5:  # drafts of any tokens: how many are accepted is drawn when a step is read
+            proposer = Coin(lambda asked: [3] * asked.most, vocabulary=11, seed=seed)
+            options["speculation"] = speculation(proposer, options["max_num_seqs"])
         self.run_ahead = int(rng.integers(0, 4))
         kind = Scheduler if seed % 2 else LeavesSomeOut
         self.scheduler = kind(max_model_len=LONGEST, **options)
@@ -73,7 +77,7 @@ class Schedule:
         self.in_flight.append(step)
         names = [scheduler.requests[row].request_id for row in step.rows]
         prompts = np.array([len(scheduler.requests[row].prompt) for row in step.rows])
-        decodes = (step.queries == 1) & step.samples & (step.starts >= prompts)
+        decodes = (step.queries == 1 + step.drafted) & step.samples & (step.starts >= prompts)
         lists = (step.rows, step.starts, step.queries, step.samples, np.where(decodes, "decode", "prefill"))
         self.steps.append((step.number, names, *(each.tolist() for each in lists)))
         rows = {r.row: (r.request_id, table_of(scheduler.tables, r.row)) for r in scheduler.requests if r is not None}
@@ -87,9 +91,12 @@ class Schedule:
         self.trace.write_in_time()  # as the engine does
         step = self.in_flight.pop(0)
         self.reads.add(step.number)
-        tokens = self.rng.integers(0, 11, int(step.samples.sum()))
-        tokens[self.rng.random(len(tokens)) < NOT_NUMBERS] = -1
-        self.scheduler.complete(step, tokens)
+        drafted = step.drafted[step.samples]
+        accepted = 1 + self.rng.integers(0, drafted + 1)
+        tokens = self.rng.integers(0, 11, (len(drafted), 1 + int(drafted.max(initial=0))))
+        last = np.arange(len(drafted)), accepted - 1
+        tokens[last] = np.where(self.rng.random(len(drafted)) < NOT_NUMBERS, -1, tokens[last])
+        self.scheduler.complete(step, tokens, accepted)
 
     def run(self, events: int) -> "Schedule":
         for _ in range(events):

@@ -35,7 +35,9 @@ def test_the_random_schedules_contain_every_kind_of_event():
     assert seen.keys() == FIELDS.keys()
 
 
-@pytest.mark.parametrize("kind", ["submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "launch", "read"])
+@pytest.mark.parametrize(
+    "kind", [*("submit", "admit", "grow", "preempt", "finish", "skip", "chunk", "draft", "launch", "read")]
+)
 def test_a_lost_event_is_detected(kind):
     lost = 0
     for seed in range(200):  # 20 schedules, or as many as it takes to have such an event
@@ -165,7 +167,7 @@ def test_events_of_one_entry_are_read_in_their_original_order():
             break
         trace = Schedule(seed, InTurn()).run(150).trace
         read = [(event["event"], event.get("block")) for event in trace.events if event["event"] != "share"]
-        several = ("chunk", "release")  # one call, one event per row
+        several = ("chunk", "draft", "reject", "release")  # one call, one event per row
         assert [key for key, run in groupby(read) for _ in (run if key[0] not in several else [0])] == trace.calls
         together += len(read) - len(trace._entries)
 

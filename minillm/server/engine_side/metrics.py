@@ -24,6 +24,7 @@ BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5
 CHOICES = (1, 2, 5, 10, 20)
 # Of the engine's numbers: they only rise.
 EVENTS = ("steps", "preemptions", "corrupted", "prefix_query_tokens", "prefix_hit_tokens")
+DRAFTED = ("drafts", "draft_tokens", "accepted_tokens")  # events of an engine that speculates
 
 Made = TypeVar("Made", Counter, Histogram)
 
@@ -113,7 +114,7 @@ class Metrics:
     def _events(self, stats: Mapping[str, int]) -> Iterator[Metric]:
         """Yield what is not counted at a choice's end: the engine's events, and times between tokens."""
         label, model = ["model_name"], [self.model_name]
-        for name in EVENTS:
+        for name in (*EVENTS, *(name for name in DRAFTED if name in stats)):
             yield CounterMetricFamily(f"minillm_engine_{name}", _text(name), value=stats.get(name, 0))
         counters = {
             "num_preemptions": ("Requests that gave their blocks to others", "preemptions"),
@@ -121,6 +122,12 @@ class Metrics:
             "prefix_cache_queries": ("Tokens looked up in the prefix cache", "prefix_query_tokens"),
             "prefix_cache_hits": ("Tokens found there", "prefix_hit_tokens"),
         }
+        if "drafts" in stats:
+            counters |= {
+                "spec_decode_num_drafts": ("Steps of a request that had drafted tokens", "drafts"),
+                "spec_decode_num_draft_tokens": ("Tokens drafted", "draft_tokens"),
+                "spec_decode_num_accepted_tokens": ("Drafted tokens that the model sampled itself", "accepted_tokens"),
+            }
         for name, (text, event) in counters.items():
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=label)
             counter.add_metric(model, stats.get(event, 0))
@@ -131,7 +138,7 @@ class Metrics:
 
     def _levels(self, stats: Mapping[str, int]) -> Iterator[Metric]:
         for name, level in stats.items():
-            if name not in EVENTS:
+            if name not in EVENTS + DRAFTED:
                 yield GaugeMetricFamily(f"minillm_engine_{name}", _text(name), value=level)
         blocks = stats.get("blocks", 0)
         used = 1 - stats.get("blocks_available", 0) / blocks if blocks else 0.0

@@ -2,7 +2,7 @@
 
 Field names and meanings follow OpenAI's API reference (completions, chat completions). Fields that OpenAI lacks use
 vLLM's names: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, cache_salt, priority,
-return_token_ids.
+return_token_ids. use_prefix_cache and speculate are our own.
 """
 
 import json
@@ -196,6 +196,7 @@ class GenerationRequest(Body):
     logit_bias: dict[str, float] | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    speculate: bool | None = None  # false: no tokens are drafted, if the server drafts any
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None  # checked by `_json_schema`
 
@@ -277,7 +278,7 @@ class GenerationRequest(Body):
             raise APIError(message, param="stop")
 
     def options(self) -> RequestOptions:
-        """Return the options of all choices: their priority and how they share the prefix cache."""
+        """Return the options of all choices: their priority, how they share the prefix cache, and drafts."""
         if (length := len(self.cache_salt or "")) > MAX_SALT:
             message = f"cache_salt has {length:,} characters, but at most {MAX_SALT:,} are allowed: send a hash of it"
             raise APIError(message, param="cache_salt")

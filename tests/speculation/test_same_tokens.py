@@ -1,0 +1,201 @@
+"""With and without drafts a request gets the same tokens: text, log-probabilities and reasons too. Float64, CPU."""
+
+import itertools
+import random
+
+import pytest
+
+import minillm
+from minillm import LLM, RequestOptions, SamplingParams
+from minillm.engine import Engine
+from tests import models
+from tests.chance import SEED
+from tests.proofs import only_in_proofs
+from tests.speculation.proposers import Coin, Oracle, following
+
+pytestmark = pytest.mark.explore
+
+# What a request may ask for; each is drawn on its own.
+OPTIONS = [
+    [{"temperature": 0}, {"temperature": 0}, {"temperature": 0.2}, {"temperature": 0.7}, {"temperature": 1.3}],
+    [{}, {}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}],
+    [{}, {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5, "frequency_penalty": 0.3}],
+    [{}, {}, {"logprobs": 0}, {"logprobs": 3}, {"prompt_logprobs": 1}],
+    [{}, {}, {"stop": ["the", "ow"]}, {"stop": ["girl"]}, {"stop_token_ids": [300, 301, 302, 310]}],
+    [
+        {},
+        {"logit_bias": dict.fromkeys((284, 300, 310, 320), 12.0)},
+        {"logit_bias": {290: 9.0, 291: 8.0}},
+        {"min_tokens": 5},
+    ],
+]
+GRAMMARS = [{"regex": "(ab|ba|[0-9])*"}, {"regex": "[a-z ]{5,30}\\."}, {"json_schema": {"type": "object"}}]
+SENTENCES = [
+    "Once upon a time",
+    "there was a little girl",
+    "who had a dog",
+    "and the dog saw",
+    "a big red ball",
+    '{"a": 1}',
+]
+REPEATED = ". ".join(SENTENCES[:4] * 3)
+# What an engine may have. Windows are another model's: see below.
+ENGINES = {
+    "alone": {"max_num_seqs": 1},
+    "batched": {"max_num_seqs": 16, "run_ahead": 2},
+    "chunked": {"max_num_seqs": 8, "max_num_batched_tokens": 13, "block_size": 4, "run_ahead": 0},
+    "preempted": {"max_num_seqs": 12, "num_blocks": 51, "block_size": 4, "max_model_len": 200},
+    "no prefix cache": {"max_num_seqs": 6, "enable_prefix_caching": False, "speculate_tokens": 2},
+    "int8 cache": {"max_num_seqs": 8, "kv_cache_dtype": "int8", "speculate_tokens": 4},
+    "fp8 cache": {"max_num_seqs": 8, "kv_cache_dtype": "fp8", "speculate_tokens": 12},
+    "int8 weights": {"max_num_seqs": 8, "quantization": "int8"},
+}
+
+
+def requests(count: int, seed: int) -> tuple[list[str], list[SamplingParams]]:
+    """Prompts that repeat themselves, and parameters of all kinds. Each request has a seed."""
+    rng = random.Random(SEED + seed)
+    prompts, params = [], []
+    for i in range(count):
+        parts = [rng.choice(SENTENCES) for _ in range(rng.randint(1, 6))]
+        prompts.append(". ".join(parts * rng.randint(1, 2)))
+        asked = {key: value for group in OPTIONS for key, value in rng.choice(group).items()}
+        if rng.random() < 0.2:
+            asked = {key: value for key, value in asked.items() if key != "min_tokens"} | rng.choice(GRAMMARS)
+        elif rng.random() < 0.7:
+            asked["ignore_eos"] = True
+        most = rng.randint(asked.get("min_tokens", 1), 40)
+        params.append(SamplingParams(max_tokens=most, seed=rng.randrange(1000), n=1 + (i % 11 == 0), **asked))
+    return prompts, params
+
+
+def outcomes(llm: LLM, prompts, params, options=None) -> list[tuple]:
+    found = [each for done in llm.generate(prompts, params, options) for each in done.outputs]
+    llm.engine.scheduler.check()
+    stats = llm.stats()
+    assert stats["blocks_available"] == stats["blocks"], "blocks leaked"
+    return [
+        (each.prompt_token_ids, each.token_ids, each.text, each.finish_reason, each.stop_reason, each.text_offsets,
+         rounded(each.logprobs), rounded(each.prompt_logprobs))
+        for each in found
+    ]  # fmt: skip
+
+
+def rounded(logprobs):
+    """Log-probabilities to nine digits: the order of sums differs between a step of one query and of several."""
+    if logprobs is None:
+        return None
+    return [None if each is None else {token: round(value, 9) for token, value in each.items()} for each in logprobs]
+
+
+@pytest.fixture(autouse=True)
+def the_scheduler_is_consistent_after_every_step(monkeypatch):
+    read = Engine._read
+
+    def read_and_check(engine, launched):
+        read(engine, launched)
+        engine.scheduler.check()
+
+    monkeypatch.setattr(Engine, "_read", read_and_check)
+
+
+def differences(expected: list[tuple], found: list[tuple]) -> list[tuple]:
+    return [pair for pair in zip(expected, found, strict=True) if pair[0] != pair[1]]
+
+
+@pytest.mark.parametrize(
+    ("engine", "count"), [*((name, 10) for name in ENGINES), *only_in_proofs(*((name, 128) for name in ENGINES))]
+)
+def test_prompt_lookup_changes_nothing_that_a_request_gets(engine, count):
+    """In `make proofs`, 1,024 requests in all."""
+    prompts, params = requests(count, seed=len(engine) + count)
+    made = {"dtype": "float64", "device": "cpu", "num_blocks": 600} | ENGINES[engine]
+    with LLM(**{key: value for key, value in made.items() if key != "speculate_tokens"}) as plain:
+        expected = outcomes(plain, prompts, params)
+        preempted = plain.stats()["preemptions"]
+    with LLM(**made, speculate="ngram") as llm:
+        assert differences(expected, outcomes(llm, prompts, params)) == []
+        stats = llm.stats()
+    assert (preempted > 0) == (engine == "preempted")
+    assert stats["draft_tokens"] > count and 0 < stats["accepted_tokens"] < stats["draft_tokens"]
+    assert {each[3] for each in expected} == {"stop", "length"} or count < 24
+
+
+@pytest.mark.parametrize("right", [0.0, 0.8])
+def test_drafts_that_are_right_or_wrong_by_a_coin_change_nothing(right):
+    prompts, params = requests(16, seed=3)
+    made = {"dtype": "float64", "device": "cpu", "num_blocks": 600, "max_num_seqs": 10, "seed": 2}
+    with LLM(**made) as plain:
+        expected = outcomes(plain, prompts, params)
+    outputs = following([prompt + output for prompt, output, *_ in expected])
+    with (
+        LLM(**made, speculate="ngram") as llm,
+        minillm.using(proposer=lambda: Coin(outputs, llm.model_config.vocab_size, right)) as used,
+    ):
+        assert differences(expected, outcomes(llm, prompts, params)) == []
+        stats = llm.stats()
+    assert used.calls["proposer"] > 16 < stats["draft_tokens"]
+    assert (stats["accepted_tokens"] > stats["draft_tokens"] / 4) == (right > 0), "some are right by chance"
+
+
+@pytest.mark.parametrize("name", ["gemma2-grouped-untied", "gemma3-multi-query", *only_in_proofs("mistral-grouped")])
+@pytest.mark.parametrize("budget", [2048, 9])
+def test_drafts_change_nothing_where_layers_have_windows(name, budget, tmp_path):
+    """Windows hide blocks that come back into sight when drafts are rejected."""
+    models.make(name).save_pretrained(tmp_path)
+    rng = random.Random(SEED + 6)
+    prompts = [[rng.randrange(2, 90) for _ in range(rng.randint(1, 30))] for _ in range(12)]
+    params = [
+        SamplingParams(max_tokens=rng.randint(1, 50), temperature=i % 3 / 2, seed=i, logprobs=1, repetition_penalty=1.1)
+        for i in range(12)
+    ]
+    made = {"dtype": "float64", "device": "cpu", "block_size": 4, "num_blocks": 120, "max_num_seqs": 6}
+    made |= {"max_num_batched_tokens": budget}
+    with LLM(tmp_path, **made) as plain:
+        expected = outcomes(plain, prompts, params)
+    outputs = following([prompt + output for prompt, output, *_ in expected])
+    with LLM(tmp_path, **made, speculate="ngram") as llm, minillm.using(proposer=lambda: Coin(outputs, 96, 0.8)):
+        assert differences(expected, outcomes(llm, prompts, params)) == []
+        stats = llm.stats()
+    assert 30 < stats["accepted_tokens"] < stats["draft_tokens"]
+
+
+def test_a_proposer_that_knows_the_output_saves_most_steps():
+    prompts = ["Once upon a time", "The dog"]
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)
+    with LLM(dtype="float64", device="cpu", run_ahead=0) as plain:
+        expected = outcomes(plain, prompts, params)
+    outputs = following([prompt + output for prompt, output, *_ in expected])
+    with LLM(dtype="float64", device="cpu", speculate="ngram") as llm, minillm.using(proposer=lambda: Oracle(outputs)):
+        assert outcomes(llm, prompts, params) == expected
+        stats = llm.stats()
+    assert stats["steps"] == 1 + 5, "the prompt yields one token, a step with seven drafts eight"
+    assert stats["draft_tokens"] == stats["accepted_tokens"] == 2 * (4 * 7 + 6)
+
+
+def test_a_request_that_wants_no_drafts_gets_none():
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with LLM(dtype="float64", device="cpu", speculate="ngram") as llm:
+        expected = outcomes(llm, [REPEATED], params)
+        drafted = llm.stats()["draft_tokens"]
+        assert drafted
+        assert outcomes(llm, [REPEATED], params, RequestOptions(speculate=False)) == expected
+        assert llm.stats()["draft_tokens"] == drafted
+
+
+def test_aborted_requests_leave_nothing_behind():
+    prompts, params = requests(20, seed=8)
+    rng = random.Random(SEED)
+    with LLM(dtype="float32", device="cpu", speculate="ngram", max_num_seqs=6, num_blocks=200) as llm:
+        engine = llm.engine
+        asked = [engine.prepare(*each) for each in zip(prompts, (each.choices(1)[0] for each in params), strict=True)]
+        for each in asked:
+            engine.submit(each)
+        for _ in itertools.takewhile(lambda _: engine.tracked, itertools.count()):
+            if rng.random() < 0.1:
+                engine.abort(rng.choice(list(engine.tracked)))
+            engine.step()
+        while engine.has_work:
+            engine.step()
+        engine.scheduler.check()
+        assert llm.stats()["blocks_available"] == 200 and not engine.scheduler.speculation.proposer._indexes
