@@ -9,6 +9,7 @@ VENV := .venv
 PYTHONS := python3.11 python3.12 python3.13 python3 python python3.14
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
+RAY := $(VENV)/.installed-ray
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' requirements.lock)
 NOTEBOOK ?=
 EXAMPLES ?= 10
@@ -33,7 +34,7 @@ help:
 	@echo 'make site       the course as a site to read: build/site/index.html, which needs no network'
 	@echo 'make lint       ruff check and format check      make format   let ruff rewrite'
 	@echo 'make types      mypy'
-	@echo 'make lock       write requirements.lock and environment.yml (UPGRADE=1: latest versions)'
+	@echo 'make lock       write the two locks and environment.yml (UPGRADE=1: latest versions)'
 	@echo 'make setup      only the environment in .venv    make clean    remove what was built'
 
 setup: $(READY)
@@ -59,13 +60,18 @@ $(READY): requirements.lock pyproject.toml | $(BIN)/python
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Only some tests need Ray, which is large: the demo and the lessons do without it.
+$(RAY): requirements-ray.lock $(READY)
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --requirement requirements-ray.lock
+	@touch $@
+
 demo: $(READY)
 	$(BIN)/python -m minillm.course.making.build demo
 
 check: lint types
 	PYTHONHASHSEED=0 $(IN_PARALLEL) $(call marked,key) -m 'key and not proof' $(PYTEST)
 
-test: $(READY)
+test: $(READY) $(RAY)
 	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env -m 'not proof' $(PYTEST)
 
 proofs: $(READY)

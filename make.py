@@ -25,10 +25,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-STAMP = VENV / ".installed"
+STAMP, RAY_STAMP = VENV / ".installed", VENV / ".installed-ray"
 BIN = Path(".venv") / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = str(BIN / "python")
-LOCK = "requirements.lock"
+LOCK, RAY_LOCK = "requirements.lock", "requirements-ray.lock"
 IN_PARALLEL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 Command = tuple[dict[str, str], list[str]]  # variables of the environment, and words
@@ -44,6 +44,11 @@ def setup(torch_index: str | None = None) -> list[Command]:
         ({}, [*install, "--requirement", LOCK]),
         ({"PYTHONWARNINGS": "ignore"}, [*install, *editable]),
     ]
+
+
+def setup_ray() -> list[Command]:
+    """What `test` needs in addition."""
+    return [({}, [PYTHON, "-m", "pip", "install", "--quiet", "--constraint", LOCK, "--requirement", RAY_LOCK])]
 
 
 def marked(marker: str) -> list[str]:
@@ -70,10 +75,9 @@ def commands(name: str, more: Sequence[str] = ()) -> list[Command]:
     }[name]
 
 
-def is_ready() -> bool:
-    """Whether the environment is there and newer than what it is made from."""
-    made_from = (ROOT / LOCK, ROOT / "pyproject.toml")
-    return STAMP.exists() and all(path.stat().st_mtime <= STAMP.stat().st_mtime for path in made_from)
+def is_newer(stamp: Path, *made_from: Path) -> bool:
+    """Whether a stamp is there and newer than what it is made from."""
+    return stamp.exists() and all(path.stat().st_mtime <= stamp.stat().st_mtime for path in made_from)
 
 
 def main() -> None:
@@ -87,7 +91,12 @@ def main() -> None:
     if more and given.target not in ("lab", "notebooks"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     os.chdir(ROOT)
-    todo = [] if is_ready() else setup(given.torch_index)
+    stamps: dict[Path, list[Command]] = {}
+    if not is_newer(STAMP, ROOT / LOCK, ROOT / "pyproject.toml"):
+        stamps[STAMP] = setup(given.torch_index)
+    if given.target == "test" and (stamps or not is_newer(RAY_STAMP, ROOT / RAY_LOCK, STAMP)):
+        stamps[RAY_STAMP] = setup_ray()
+    todo = [command for each in stamps.values() for command in each]
     if given.dry_run:
         for variables, words in [*todo, *commands(given.target, more)]:
             print(*(f"{name}={value}" for name, value in variables.items()), shlex.join(words))
@@ -99,10 +108,10 @@ def main() -> None:
         )
     if todo and not VENV.exists():
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    for variables, words in todo:
-        subprocess.run(words, env=os.environ | variables, check=True)
-    if todo:
-        STAMP.touch()
+    for stamp, each in stamps.items():
+        for variables, words in each:
+            subprocess.run(words, env=os.environ | variables, check=True)
+        stamp.touch()
     for variables, words in commands(given.target, more):
         if code := subprocess.run(words, env=os.environ | variables).returncode:
             sys.exit(code)

@@ -1,8 +1,8 @@
-"""Write requirements.lock and environment.yml from pyproject.toml (`make lock`).
+"""Write requirements.lock, requirements-ray.lock and environment.yml from pyproject.toml (`make lock`).
 
-Installs everything that pyproject.toml requires into a fresh environment and locks the versions that pip chose.
-Previously locked versions are kept where they still fit; `make lock UPGRADE=1` takes the newest instead.
-`--from PYTHON` reads an existing environment.
+Installs everything that pyproject.toml requires into a fresh environment and locks the versions that pip chose; then
+the extra `ray`, whose lock has what that adds. Previously locked versions are kept where they still fit; `make lock
+UPGRADE=1` takes the newest instead. `--from PYTHON` reads an existing environment, and leaves the lock of `ray` alone.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LOCK = ROOT / "requirements.lock"
+LOCK, RAY_LOCK = ROOT / "requirements.lock", ROOT / "requirements-ray.lock"
+RAY = "ray"  # the extra with a lock of its own
 PYTHON = "3.11"
 # CUDA builds of torch pull these in at versions tied to the build; the lock must fit CPU builds too.
 FROM_TORCH = re.compile(r"^(nvidia|cuda)-")
@@ -27,16 +28,25 @@ HEADER = """\
 """
 
 
+RAY_HEADER = """\
+# What the extra `ray` adds to requirements.lock, written by `make lock`. Only `make test` installs it.
+"""
+
+
 def normalized(name: str) -> str:
     """The canonical spelling of a project's name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def requirements() -> list[str]:
-    """All requirements of pyproject.toml including every extra, but not the project's own extras."""
+    """All requirements of pyproject.toml including every extra but `ray`, but not the project's own extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    lists = [project["dependencies"], *(each for name, each in extras().items() if name != RAY)]
     return [line for group in lists for line in group if not line.startswith("minillm[")]
+
+
+def extras() -> dict[str, list[str]]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 def direct_names() -> list[str]:
@@ -65,6 +75,19 @@ def install_fresh(folder: str, upgrade: bool) -> str:
         command += ["--constraint", str(LOCK)]
     subprocess.run([*command, *requirements()], check=True)
     return python
+
+
+def add_ray(python: str, pins: dict[str, str], upgrade: bool) -> dict[str, str]:
+    """Install the extra `ray` into an environment that has all others; returns the versions of what that adds."""
+    with tempfile.TemporaryDirectory() as folder:
+        held = Path(folder, "held.txt")
+        held.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+        command = [python, "-m", "pip", "install", "--quiet", "--constraint", str(held)]
+        if RAY_LOCK.exists() and not upgrade:
+            command += ["--constraint", str(RAY_LOCK)]
+        asked = [line for line in extras()[RAY] if not line.startswith("minillm[")]
+        subprocess.run([*command, *asked], check=True)
+    return {name: version for name, version in freeze(python).items() if name not in pins}
 
 
 def write(pins: dict[str, str]) -> None:
@@ -99,11 +122,15 @@ def main() -> None:
     if sys.platform != "linux":
         parser.error(f"the lock is written on Linux, where triton exists; this is {sys.platform}")
     with tempfile.TemporaryDirectory() as folder:
-        pins = freeze(options.python or install_fresh(folder, options.upgrade))
+        python = options.python or install_fresh(folder, options.upgrade)
+        pins = freeze(python)
+        added = None if options.python else add_ray(python, pins, options.upgrade)
     missing = [name for name in direct_names() if name not in pins]
     if missing:
         parser.error(f"not installed in that environment: {', '.join(missing)}")
     write(pins)
+    if added is not None:
+        RAY_LOCK.write_text(RAY_HEADER + "".join(f"{name}=={added[name]}\n" for name in sorted(added)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Unpack
 import typer
 
 from minillm.config import EngineConfig, EngineOptions
+from minillm.errors import ConfigError
 from minillm.from_vllm.command_line import Group, Serve
 from minillm.server.config import ServerConfig, ServerOptions, split
 from minillm.version import __version__
@@ -17,7 +18,7 @@ from minillm.version import __version__
 from .bench import bench_app
 from .course import course_app
 from .models import download, hint_at_trained, models
-from .options import JsonPath, Model, ModelOption, one_model, show_logs, with_engine_options, with_options
+from .options import JsonPath, Model, named_models, show_logs, with_engine_options, with_names, with_options
 from .quality import evaluate, quantize
 from .report import report
 
@@ -126,7 +127,12 @@ def serve(
         str | None,
         typer.Argument(help="A directory, a name of `minillm models`, org/name, a GGUF file. Default: tiny-gemma."),
     ] = None,
-    model_option: ModelOption = None,
+    model_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", "-m", help="The same, as an option. As NAME=MODEL, repeatable: several models, on Ray."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="The name clients use for the model.")] = None,
@@ -136,6 +142,15 @@ def serve(
     list_profiles: Annotated[
         bool, typer.Option("--list-profiles", help="Print the profiles of the model on this hardware, and exit.")
     ] = False,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Engines of each model, run by Ray.")] = None,
+    replica_cpus: Annotated[float, typer.Option(help="CPUs that Ray reserves for a replica.")] = 1.0,
+    replica_gpus: Annotated[
+        float | None, typer.Option(help="The same of GPUs; 0.5 shares one.  [default: 1 if there are any]")
+    ] = None,
+    ray_address: Annotated[str | None, typer.Option(help="A Ray cluster to join.  [default: start one here]")] = None,
+    router: Annotated[
+        str, typer.Option(help="What chooses a replica: prefix, load, or your function as MODULE:NAME.")
+    ] = "prefix",
     **options: Unpack[ServerOptions],
 ) -> None:
     """Serve OpenAI's API over HTTP until Ctrl-C; a second Ctrl-C ends the remaining requests at once."""
@@ -148,7 +163,26 @@ def serve(
     else:
         show_logs(level)
         logs.unhurried()
-    model = one_model(model, model_option)
+    named = named_models([*([model] if model else []), *(model_option or [])])
+    if len(named) > 1 or None not in named or replicas is not None:
+        from minillm.deploy.serving import ReplicatedModel, serve_replicas
+
+        if list_profiles:
+            raise ConfigError("--list-profiles looks at one model, without --replicas")
+        _, engine = split(options)
+        serve_replicas(
+            [
+                ReplicatedModel(name, each, replicas or 1, engine, replica_cpus, replica_gpus, profile)
+                for name, each in with_names(named, served_model_name).items()
+            ],
+            host=host,
+            port=port,
+            ray_address=ray_address,
+            router=router,
+            **{name: value for name, value in options.items() if name not in engine},
+        )
+        return
+    (model,) = named.values()
     if list_profiles:
         from minillm.advice import profiles
 

@@ -5,7 +5,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from operator import getitem
@@ -60,6 +60,36 @@ def one_model(argument: str | None, option: str | None) -> str | None:
     if None not in (argument, option) and argument != option:
         raise ConfigError(f"the model is given twice, as {argument!r} and as {option!r}: leave one out")
     return argument or option
+
+
+def named_models(given: Sequence[str]) -> dict[str | None, str | None]:
+    """Return models by the names that clients use, from arguments MODEL or NAME=MODEL; None: the model's own name.
+
+    Without arguments there is one model, None, which is the embedded one. Raises ConfigError.
+    """
+    found: dict[str | None, str | None] = {}
+    for text in given:
+        before, equals, after = text.partition("=")
+        name, model = (before, after) if equals and not Path(text).exists() else (None, text)
+        if name == "" or model == "":
+            raise ConfigError(f"{text!r} is not NAME=MODEL")
+        if found.get(name, model) != model:
+            raise ConfigError(
+                f"the model is given twice, as {found[name]!r} and as {model!r}: leave one out, or name both"
+            )
+        found[name] = model
+    return found or {None: None}
+
+
+def with_names(models: Mapping[str | None, str | None], served_as: str | None = None) -> dict[str, str | None]:
+    """Return what `named_models` returned, with the model's own name where none was given. Raises ConfigError.
+
+    served_as: another name for the model that has none.
+    """
+    named = {name or served_as or Path(model or "tiny-gemma").name: model for name, model in models.items()}
+    if len(named) < len(models) or (served_as and None not in models):
+        raise ConfigError(f"name each model once, as --model NAME=MODEL, not {', '.join(map(str, models.values()))}")
+    return named
 
 
 def show_logs(level: str = "warning", reports_to: TextIO | None = None) -> None:

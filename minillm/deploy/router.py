@@ -70,6 +70,11 @@ class _Replica:
             count += 1
         return count
 
+    def drop(self, routed: Routed) -> None:
+        """Take a request off the load."""
+        self.requests -= 1
+        self.load = self.load - routed.work if self.requests else 0.0  # no rest of rounding
+
     def use(self, keys: Sequence[bytes]) -> None:
         """Note that these blocks are used. A prefix outlives what follows it, as in `BlockPool`."""
         for key in reversed(keys):
@@ -125,12 +130,17 @@ class Router:
         known.use(keys)
         return routed
 
+    def withdraw(self, routed: Routed) -> None:
+        """Note that a request does not run where `begin` was told, after all."""
+        if (replica := self._replicas.get(routed.replica)) is not None:
+            replica.given -= routed.work
+            replica.drop(routed)
+
     def end(self, routed: Routed, answer: int, keys: Sequence[bytes] = ()) -> None:
         """Note that a request has ended. answer: tokens that it generated; keys: those of prompt and answer."""
         self._answer += (answer - self._answer) / RECENT
         if (replica := self._replicas.get(routed.replica)) is not None:
-            replica.requests -= 1
-            replica.load = replica.load - routed.work if replica.requests else 0.0  # no rest of rounding
+            replica.drop(routed)
             replica.use(keys)
 
     def learn(self, replica: str, keys: Sequence[bytes]) -> None:

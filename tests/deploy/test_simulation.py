@@ -5,6 +5,7 @@ The best is what one cache of the size of all replicas' caches finds.
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from minillm.deploy.router import by_load, by_prefix_and_load
 from minillm.deploy.simulation import H200, Size, conversations, run
 from minillm.scheduler import Step
 
+DOCS = Path(__file__).parents[2] / "docs"
 SIZE = Size(blocks=800)
 REPLICAS = 4
 
@@ -77,6 +79,15 @@ def test_conversations_of_different_users_share_nothing():
     shared = [replace(talk, salt="") for talk in apart]
     rates = [run(each, 1, SIZE.times(REPLICAS)).hit_rate for each in (apart, shared)]
     assert rates[0] < rates[1] - 0.05
+
+
+def test_the_docs_say_what_the_record_has():
+    rows = [row for row in records.read("cpu/routing")["results"] if row["policy"] == "prefix and load"]
+    text = " ".join((DOCS / "operating.md").read_text(encoding="utf-8").split())
+    assert len(rows) >= 15
+    lowest = int(100 * min(row["of_best"] for row in rows))
+    assert f"this finds {lowest}% to 100% of the tokens" in text
+    assert f"at most {max(row['imbalance'] for row in rows):.1f} times the mean" in text
 
 
 def test_a_step_takes_as_long_as_the_recorded_one():

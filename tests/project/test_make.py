@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.project.makefile import ROOT, commands, pytest_arguments
+from tests.project.makefile import RAY, ROOT, commands, pytest_arguments
 
 PARALLEL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
@@ -41,6 +41,14 @@ def test_a_marker_selects_tests_and_only_the_files_that_have_some_are_collected(
     assert paths == sorted(path.relative_to(ROOT).as_posix() for path in files) and len(paths) > 4
 
 
+def test_only_make_test_installs_ray():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    needing = {line.split(":")[0] for line in text.splitlines() if "$(RAY)" in line and not line.startswith("$(RAY)")}
+    assert needing == {"test"}
+    (line,) = (line for line in commands(RAY) if "requirements-ray.lock" in line)
+    assert "--constraint requirements.lock" in line, "its packages change no version of the others"
+
+
 @pytest.mark.parametrize("target", ["test", "check", "proofs", "explore"])
 def test_tests_can_be_selected(target):
     assert "-k some_name" in commands(target, "PYTEST=-k some_name")[-1]
@@ -52,9 +60,12 @@ def test_its_twin_in_python_runs_the_same_commands(target, tmp_path):
     printed = subprocess.run(twin, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
     wanted = [line.strip() for line in commands(target)]
     assert printed[-len(wanted) :] == wanted
-    set_up = [" ".join(line.split()) for line in commands("setup") if " pip install " in line]
+    set_up, with_ray = (
+        [" ".join(line.split()) for line in commands(stamp) if " pip install " in line] for stamp in ("setup", RAY)
+    )
     made = printed[: -len(wanted)]
-    assert made in ([], set_up), "the environment is there, or is made by the Makefile's commands"
+    ways = ([], set_up) if target != "test" else ([], with_ray[len(set_up) :], with_ray)
+    assert made in ways, "the environment is there, or is made by the Makefile's commands"
 
 
 def test_jupyterlabs_and_the_builders_options_are_passed_on_and_other_targets_have_none():

@@ -1,6 +1,7 @@
 """pyproject.toml, requirements.lock, environment.yml and the code's imports agree."""
 
 import ast
+import re
 import sys
 import tomllib
 from importlib.metadata import metadata, packages_distributions
@@ -30,12 +31,14 @@ def requirements(lines: list[str]) -> dict[str, Requirement]:
 
 
 def declared() -> dict[str, Requirement]:
-    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    """All requirements but those of the extra `ray`, which has a lock of its own."""
+    extras = PROJECT["optional-dependencies"]
+    groups = [PROJECT["dependencies"], *(group for name, group in extras.items() if name != "ray")]
     return requirements([line for group in groups for line in group])
 
 
-def locked() -> dict[str, Requirement]:
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
+def locked(name: str = "requirements.lock") -> dict[str, Requirement]:
+    lines = (ROOT / name).read_text().splitlines()
     return requirements([line for line in lines if line and not line.startswith("#")])
 
 
@@ -104,8 +107,19 @@ def test_the_lock_pins_everything_exactly_once_and_torch_first():
         pin(requirement)
 
 
+def test_ray_has_a_lock_of_its_own_which_pins_nothing_that_the_other_one_pins():
+    needed = requirements(PROJECT["optional-dependencies"]["ray"])
+    pins = locked("requirements-ray.lock")
+    assert not pins.keys() & locked().keys() and len(pins) > 10
+    assert needed["ray"].specifier.contains(pin(pins["ray"]))
+    assert all(pin(each) for each in pins.values())
+    others = [lines for name, lines in PROJECT["optional-dependencies"].items() if name != "ray"]
+    assert not any("ray" in re.split(r"[^\w-]", line) for lines in others for line in lines), "`make demo` installs it"
+
+
 def test_the_lock_contains_no_host_and_no_local_version():
-    text = (ROOT / "requirements.lock").read_text() + (ROOT / "environment.yml").read_text()
+    names = ("requirements.lock", "requirements-ray.lock", "environment.yml")
+    text = "".join((ROOT / name).read_text() for name in names)
     assert "//" not in text
     assert "+" not in text, "a local version (+cpu, +cu130) exists on one index only"
 
@@ -151,7 +165,7 @@ def test_the_supported_pythons_are_the_same_everywhere():
 
 def test_everything_the_engine_imports_is_declared():
     owners = packages_distributions()
-    known = declared()
+    known = declared() | requirements(PROJECT["optional-dependencies"]["ray"])
     ours = {"minillm", *(path.stem for path in (ROOT / "data").iterdir())}
     for path in modules():
         for name in imports(path) - sys.stdlib_module_names - ours:

@@ -15,8 +15,8 @@ FAULTS = [
     Fault(
         "the router forgets what ended requests leave in the cache",
         ROUTER,
-        "if replica.requests else 0.0  # no rest of rounding\n            replica.use(keys)",
-        "if replica.requests else 0.0  # no rest of rounding",
+        "replica.drop(routed)\n            replica.use(keys)",
+        "replica.drop(routed)",
         TESTS,
     ),
     Fault(
@@ -43,8 +43,8 @@ FAULTS = [
     Fault(
         "a replica's load never falls",
         ROUTER,
-        "replica.load = replica.load - routed.work if replica.requests else 0.0",
-        "replica.load = replica.load if replica.requests else 0.0",
+        "self.load = self.load - routed.work if self.requests else 0.0",
+        "self.load = self.load if self.requests else 0.0",
         TESTS,
     ),
     Fault(

@@ -19,6 +19,7 @@ from .colab import Repository
 ROOT = Path(__file__).resolve().parents[3]
 FILES: tuple[str, ...] = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile")
 FILES += ("make.py", "setup.py", "pyproject.toml", "requirements.lock", "environment.yml")
+FILES += ("requirements-ray.lock",)
 FILES += ("Dockerfile", ".dockerignore")
 FOLDERS = ("minillm", "kernels", "data", "docs", "binder")
 LEFT_OUT = ("__pycache__", ".ipynb_checkpoints", ".DS_Store")

@@ -1,0 +1,99 @@
+"""Let only those connect who know the server's secret: a challenge and a response in each direction.
+
+Workers and replicas talk over TCP, so anything that reaches a replica's port can connect. Each end proves that it knows
+the secret by an HMAC over fresh random numbers of both ends, so a recorded exchange is of no use, and the secret is
+never sent. The replica's id is part of it: a port that has passed to another replica is not mistaken for the first one.
+
+What follows is neither encrypted nor signed. Use a network on which nobody else can read or change packets.
+"""
+
+import hmac
+import secrets
+import socket
+import time
+
+from minillm.errors import MinillmError
+
+MAGIC = b"minillm replica 1\n"
+NONCE, PROOF = 32, 32  # bytes
+SECONDS = 10.0  # for the whole exchange
+# A peer that vanished, with its machine or its network, is noticed after IDLE + INTERVAL * PROBES seconds.
+IDLE, INTERVAL, PROBES = 5, 3, 3
+
+
+class Stranger(MinillmError):
+    """The other end of a connection does not know the secret, or is not the replica that it should be."""
+
+
+def new_secret() -> str:
+    """Return a secret for one server, as text."""
+    return secrets.token_hex(32)
+
+
+def connect(address: tuple[str, int], secret: str, replica: str) -> socket.socket:
+    """Return a connection to a replica. Raises OSError, Stranger. Blocks."""
+    until = time.monotonic() + SECONDS
+    sock = socket.create_connection(address, SECONDS)
+    try:
+        theirs = _receive(sock, len(MAGIC) + NONCE, until).removeprefix(MAGIC)
+        ours = secrets.token_bytes(NONCE)
+        sock.sendall(ours + _proof(secret, b"worker", replica, theirs, ours))
+        if not hmac.compare_digest(_receive(sock, PROOF, until), _proof(secret, b"replica", replica, theirs, ours)):
+            raise Stranger(f"what listens at {address[0]}:{address[1]} is not replica {replica} of this server")
+        return _prepared(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def accept(sock: socket.socket, secret: str, replica: str) -> socket.socket:
+    """Return a connection once its other end has proved to be a worker of this server; close it if it has not.
+
+    Raises OSError, Stranger. Blocks.
+    """
+    until = time.monotonic() + SECONDS
+    try:
+        ours = secrets.token_bytes(NONCE)
+        sock.settimeout(SECONDS)
+        sock.sendall(MAGIC + ours)
+        theirs = _receive(sock, NONCE, until)
+        if not hmac.compare_digest(_receive(sock, PROOF, until), _proof(secret, b"worker", replica, ours, theirs)):
+            raise Stranger("a connection was refused: its other end does not know this server's secret")
+        sock.sendall(_proof(secret, b"replica", replica, ours, theirs))
+        return _prepared(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _proof(secret: str, end: bytes, replica: str, *nonces: bytes) -> bytes:
+    """Return the HMAC that one end sends. end: which one, so that neither can send the other's back."""
+    return hmac.digest(bytes.fromhex(secret), b"\0".join((end, replica.encode(), *nonces)), "sha256")
+
+
+def _receive(sock: socket.socket, count: int, until: float) -> bytes:
+    """Return exactly `count` bytes. Raises TimeoutError; ConnectionError if the connection ends before."""
+    data = b""
+    while len(data) < count:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the other end did not prove in time that it knows the secret")
+        sock.settimeout(left)
+        more = sock.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError("the other end closed the connection")
+        data += more
+    return data
+
+
+def _prepared(sock: socket.socket) -> socket.socket:
+    """Set what the messages need: no delay, and an end if the other machine is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", IDLE), ("TCP_KEEPINTVL", INTERVAL), ("TCP_KEEPCNT", PROBES)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # milliseconds until data that is not acknowledged ends the connection
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (IDLE + INTERVAL * PROBES))
+    sock.settimeout(None)
+    return sock

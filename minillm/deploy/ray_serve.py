@@ -1,0 +1,230 @@
+"""Run replicas on Ray Serve, and ask it for places on them.
+
+This is the only module that imports Ray. Some of its interfaces are alpha, and `Node` is internal, so a minor version
+is required. Call `head.environment` before it is imported: Ray reads the environment then.
+"""
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._raylet import (
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    RUNTIME_ENV_AGENT_PORT_NAME,
+    persist_port,
+)
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from minillm.errors import ConfigError
+from minillm.server.ledger import Families
+
+from . import replicas as replicas_module
+from .replica import ENGINE, EngineDoor
+from .replicas import Choose, Listed, Order
+
+VERSION = "2.60."
+DEPLOYMENT = "replica"
+# The engine refuses what is too much, with a Retry-After. Ray would let it wait.
+NO_LIMIT = 1_000_000
+HEALTH_PERIOD = 1.0  # seconds between two looks at a replica
+AGENTS = {  # where a node keeps the port of each of its agents -> the parameter that chooses it
+    METRICS_AGENT_PORT_NAME: "metrics_agent_port",
+    METRICS_EXPORT_PORT_NAME: "metrics_export_port",
+    DASHBOARD_AGENT_LISTEN_PORT_NAME: "dashboard_agent_listen_port",
+    RUNTIME_ENV_AGENT_PORT_NAME: "runtime_env_agent_port",
+}
+ATTEMPTS = 2  # to start a replica that has failed to start
+
+if not ray.__version__.startswith(VERSION):
+    raise ConfigError(f"replicas need Ray {VERSION}x, and {ray.__version__} is installed: pip install 'minillm[ray]'")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model's replicas. name: the model's for clients. options: of its engine's process, packed.
+
+    cpus, gpus: what Ray reserves for a replica; a GPU can be shared. engine: the module that its process runs.
+    """
+
+    name: str
+    options: str
+    replicas: int
+    cpus: float
+    gpus: float
+    hang_timeout: float
+    load_timeout: float
+    shutdown_grace: float
+    engine: str = ENGINE
+
+    @property
+    def application(self) -> str:
+        return f"minillm:{self.name}"
+
+
+class Replica:
+    """What Ray starts, watches and replaces: a process that owns an engine's, and never imports torch."""
+
+    def __init__(self, placement: Placement, secret: str):
+        self.name = serve.get_replica_context().replica_id.unique_id
+        self.door = EngineDoor(
+            placement.options,
+            secret,
+            self.name,
+            ray.util.get_node_ip_address(),
+            engine=placement.engine,
+            hang_timeout=placement.hang_timeout,
+            load_timeout=placement.load_timeout,
+        )
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what workers need to connect."""
+        host, port = self.door.address
+        return {"host": host, "port": port}
+
+    def check_health(self) -> None:
+        """Raise if the engine has ended or is stuck; then Ray replaces this replica."""
+        self.door.check()
+
+    def counted(self) -> tuple[str, Families]:
+        """Return this replica's name and what its engine has counted."""
+        return self.name, self.door.counted
+
+    def __del__(self) -> None:
+        """End the engine: Ray calls this when the replica has no requests any more, or its grace period is over."""
+        if hasattr(self, "door"):
+            self.door.close()
+
+
+class PrefixRouter(RequestRouter):
+    """Serve's request router: it asks the request, which is an `Order`, and reports which replicas there are.
+
+    Ray copies this class with the values that it refers to, but not the modules.
+    """
+
+    # Seconds for a replica to say how many requests it has. One that is late is passed over, on a busy machine too.
+    queue_len_response_deadline_s = 2.0
+    max_queue_len_response_deadline_s = 4.0
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # or else it would be asked again without a pause
+        order: Order = pending_request.args[0]
+        named = {each.replica_id.unique_id: each for each in candidate_replicas}
+        running = {name: self.replica_queue_len_cache.get(each.replica_id) or 0 for name, each in named.items()}
+        return [[named[name]] for name in order(running)]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        if (listener := replicas_module.LISTENERS.get(self.app_name)) is not None:
+            known = {each.replica_id.unique_id: each.replica_metadata for each in replicas}
+            listener({name: (found["host"], found["port"]) for name, found in known.items()})
+
+
+class _Head(Node):
+    """A node that says itself at which ports its agents are.
+
+    Ray's main process gives up if they have not said so within 15 s, which importing them may take on a busy machine.
+    """
+
+    def start_ray_processes(self) -> None:
+        for name, parameter in AGENTS.items():
+            persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, parameter))
+        super().start_ray_processes()
+
+
+def start_head(cpus: int, folder: str) -> Node:
+    """Start a Ray cluster of this machine, which ends with this process. It has no dashboard and no autoscaler.
+
+    cpus: those that replicas can use. folder: for its logs and sockets.
+    """
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in AGENTS]
+    ports = {name: each.getsockname()[1] for name, each in zip(AGENTS.values(), held, strict=True)}
+    for each in held:
+        each.close()
+    given = {"num_cpus": cpus, "temp_dir": folder, "gcs_server_port": 0} | ports
+    parameters = RayParams(include_dashboard=False, no_monitor=True, include_log_monitor=False, **given)
+    return _Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
+
+
+def join(address: str) -> None:
+    """Make this process a part of the cluster at `address`."""
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns of replicas that ended, with tracebacks
+    ray.init(address, namespace="minillm", log_to_driver=False, configure_logging=False)
+
+
+def leave() -> None:
+    """End this process's part in the cluster."""
+    ray.shutdown()
+
+
+def resources() -> Mapping[str, float]:
+    """Return what the cluster has in all: "CPU", "GPU" and others."""
+    return ray.cluster_resources()
+
+
+def deploy(placements: Sequence[Placement], secret: str) -> None:
+    """Start the replicas of all models, and wait until they run. Raises RuntimeError."""
+    serve.start(proxy_location="Disabled")
+    targets = []
+    for each in placements:
+        bundle = {"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {})
+        deployment = serve.deployment(
+            Replica,
+            name=DEPLOYMENT,
+            num_replicas=each.replicas,
+            max_ongoing_requests=NO_LIMIT,
+            ray_actor_options={"num_cpus": each.cpus, "num_gpus": each.gpus},
+            placement_group_bundles=[bundle],
+            request_router_config=RequestRouterConfig(
+                request_router_class=f"{PrefixRouter.__module__}.{PrefixRouter.__name__}"
+            ),
+            health_check_period_s=HEALTH_PERIOD,
+            graceful_shutdown_timeout_s=each.shutdown_grace,
+            max_constructor_retry_count=ATTEMPTS,
+        )
+        targets.append(serve.RunTarget(deployment.bind(each, secret), name=each.application, route_prefix=None))
+    serve.run_many(targets)
+
+
+def remove(placements: Sequence[Placement]) -> None:
+    """End the replicas, once they have no requests or their grace period is over."""
+    for each in placements:
+        serve.delete(each.application)
+
+
+def chooser(application: str, listed: Listed) -> Choose:
+    """Return what reserves places on an application's replicas. listed: called with their addresses, on any thread."""
+    replicas_module.LISTENERS[application] = listed
+    handle = serve.get_deployment_handle(DEPLOYMENT, application).options(stream=False)  # begins to listen, too
+
+    @asynccontextmanager
+    async def choose(order: Order) -> AsyncIterator[str]:
+        async with handle.choose_replica(order) as chosen:
+            yield chosen.replica_id
+
+    return choose
+
+
+class Counts:
+    """Asks all replicas of an application what their engines have counted."""
+
+    def __init__(self, application: str):
+        self._handle = serve.get_deployment_handle(DEPLOYMENT, application)
+
+    def __call__(self, seconds: float) -> dict[str, Families]:
+        """Return it by replica. Raises an error if one of them does not answer in time."""
+        return dict(self._handle.broadcast("counted").results(timeout_s=seconds))

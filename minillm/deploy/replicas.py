@@ -1,0 +1,511 @@
+"""The replicas of a model, as an HTTP worker sees them: an engine that outlives each of them.
+
+Each request has a task, which reserves a place on a replica, submits the request there, and keeps the place until the
+request has ended. If the replica is lost before, the task reserves a place on another one. There the request goes on
+with the tokens that it has, as the end of its prompt: the numbers that sampling draws depend on seed and position
+alone, so the text is what it would have been, and no token is sent twice.
+"""
+
+import asyncio
+import base64
+import logging
+import random
+import threading
+from array import array
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from minillm.kv_cache.block_pool import prefix_keys
+from minillm.request import RequestOptions, SamplingParams
+from minillm.server.ledger import Families, summed
+from minillm.server.limits import HEALTH
+from minillm.server.wire import (
+    NUMBER,
+    Abort,
+    Alive,
+    Event,
+    FromWorker,
+    Gauges,
+    Hello,
+    Message,
+    PromptForm,
+    Question,
+    Refused,
+    Reply,
+    Stopped,
+    Submit,
+)
+from minillm.server.worker.choice import ONLY_TOKENS, Choice
+from minillm.server.worker.link import EngineClient, EngineError, EngineGone, RemoteEngine, changed_fields
+from minillm.tokenizer import Tokenizer
+
+from . import handshake
+from .handshake import Stranger
+from .router import Policy, Routed, Router, by_prefix_and_load
+
+log = logging.getLogger(__name__)
+ATTEMPT = 10.0  # seconds to reserve a place, before another replica is tried
+WAIT = 120.0  # seconds that a request waits for a replica, if there is none
+MOVES = 2  # so often a request goes on elsewhere: one that ends every replica must not end them all
+AGAIN = 0.5  # seconds until a request that was moved to a busy replica is submitted again
+RETRY, SLOWEST = 0.05, 2.0  # seconds between attempts to connect; doubled each time, up to the second
+RETRY_AFTER = 5  # seconds, for clients, while no replica runs
+RUN_OR_WAIT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+
+Answer = TypeVar("Answer")
+Order = Callable[[Mapping[str, int]], list[str]]  # requests on each replica -> the replicas, best first
+# Reserves a place on the first replica of an order that has one, for as long as the block lasts; gives its name.
+Choose = Callable[[Order], AbstractAsyncContextManager[str]]
+
+Listed = Callable[[dict[str, tuple[str, int]]], object]  # is told the addresses of all replicas
+LISTENERS: dict[str, Listed] = {}  # by Ray's application
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request that runs on a replica, or waits for one.
+
+    seeds: of each choice, None for greedy ones. prompt: tokens of its prompts; keys: those of the first one's blocks.
+    """
+
+    submit: Submit
+    params: SamplingParams
+    options: RequestOptions
+    choices: dict[int, Choice]
+    queue: asyncio.Queue
+    seeds: dict[int, int | None]
+    prompt: int
+    keys: list[bytes]
+    replica: "_Replica | None" = None
+    routed: Routed | None = None  # where it runs, or will
+    moves: int = 0
+    over: bool = False
+    avoided: list[str] = field(default_factory=list)  # replicas that gave no place
+    turn: asyncio.Event = field(default_factory=asyncio.Event)  # it is over, or its replica is lost
+    task: asyncio.Task | None = None
+
+    @property
+    def answer(self) -> list[int]:
+        """Return the tokens of the first choice."""
+        return self.choices[self.submit.key].completion.token_ids
+
+
+class _Replica(RemoteEngine):
+    """The connection to a replica. What it reports of choices goes to the engine of all replicas."""
+
+    def __init__(self, engine: "ReplicatedEngine", name: str):
+        super().__init__(lambda: engine.lost(self))
+        self.engine, self.name = engine, name
+        self.requests: set[_Request] = set()
+
+    def receive(self, message: Message) -> None:
+        if isinstance(message, (Hello, Reply)):
+            super().receive(message)
+        else:
+            self.engine.receive(message)
+
+    def send(self, message: FromWorker) -> None:
+        """Send a message. Raises EngineGone."""
+        self._send(message)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._lose()
+        self.engine.lost(self)
+
+    def _meet(self, hello: Hello) -> None:
+        self.facts = hello.facts
+        self.engine.met(self, hello)
+
+
+class ReplicatedEngine(EngineClient):
+    """A `ServedEngine` over replicas, which come and go. `connected` is done once one of them is connected.
+
+    choose: reserves places. secret: that of the server's connections. policy: see `router`. moved: called with the
+    number of choices that go on elsewhere. tell: called with what the routers of other workers should `learn`.
+    """
+
+    def __init__(
+        self,
+        choose: Choose,
+        secret: str,
+        policy: Policy = by_prefix_and_load,
+        moved: Callable[[int], object] = lambda choices: None,
+        tell: Callable[[dict[str, Any]], object] = lambda what: None,
+    ):
+        super().__init__()
+        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._choose, self._secret, self._policy, self._moved, self._tell = choose, secret, policy, moved, tell
+        self._listed: dict[str, tuple[str, int]] = {}
+        self._replicas: dict[str, _Replica] = {}  # those that are connected
+        self._reaching: dict[str, asyncio.Task] = {}
+        self._requests: dict[int, _Request] = {}  # by the keys of their choices
+        self._tasks: set[asyncio.Task] = set()  # of requests, and of places that are given back
+        self._routing = threading.Lock()  # held while the router is used, which Ray does on a thread of its own
+
+    # ---- the replicas
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._replicas)
+
+    def listed(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+        """Take note of all replicas that accept requests now, and connect to the new ones."""
+        self._listed = dict(addresses)
+        for name in addresses:
+            self._reach(name)
+
+    def _reach(self, name: str) -> None:
+        if name in self._listed and name not in self._reaching and name not in self._replicas:
+            task = self._reaching[name] = self._task(self._connect(name))
+            task.add_done_callback(lambda _: self._reaching.pop(name, None))
+
+    async def _connect(self, name: str) -> None:
+        """Connect to a replica, once it can be reached, unless it is no longer listed."""
+        delay = RETRY
+        while name in self._listed:
+            try:
+                sock = await asyncio.to_thread(handshake.connect, self._listed[name], self._secret, name)
+            except (OSError, Stranger) as error:
+                log.info("replica %s cannot be reached: %s", name, error)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, SLOWEST)
+                continue
+            sock.setblocking(False)
+            await _Replica(self, name).connect(sock)
+            return
+
+    def met(self, replica: _Replica, hello: Hello) -> None:
+        """Use a replica that has said hello."""
+        facts = hello.facts
+        if not self.connected.done():
+            try:
+                self.tokenizer = Tokenizer.from_pretrained(Path(hello.tokenizer)) if hello.tokenizer else None
+            except Exception as error:
+                self.connected.set_exception(error)
+                return
+            self.facts = facts
+            self._router = Router(max(facts.block_size, 1), self._policy)
+            self.connected.set_result(None)
+        with self._routing:
+            self._router.join(replica.name, facts.prefix_blocks)
+        self._replicas[replica.name] = replica
+
+    def lost(self, replica: _Replica) -> None:
+        """Forget a replica whose connection has ended. Its requests go on elsewhere."""
+        if self._replicas.get(replica.name) is not replica:
+            return
+        del self._replicas[replica.name]
+        with self._routing:
+            self._router.leave(replica.name)
+        if replica.requests:
+            log.warning("replica %s is lost; %d requests go on elsewhere", replica.name, len(replica.requests))
+        for request in replica.requests:
+            request.turn.set()
+        self._reach(replica.name)  # it may only have been the network
+
+    def close(self) -> None:
+        """Disconnect from all replicas, for good."""
+        self._listed = {}
+        for task in self._reaching.values():
+            task.cancel()
+        for replica in list(self._replicas.values()):
+            replica.close()
+
+    def learn(self, what: Mapping[str, Any]) -> None:
+        """Take note of what another worker told."""
+        keys = base64.b64decode(what["keys"])
+        with self._routing:
+            self._router.learn(what["replica"], [keys[at : at + 16] for at in range(0, len(keys), 16)])
+
+    # ---- requests
+
+    def _begin(self, submit: Submit, params: SamplingParams) -> None:
+        if not self._replicas:
+            raise self._none()
+        keys = range(submit.key, submit.key + len(submit.prompts) * submit.n)
+        choices = {key: self._choices[key][0] for key in keys}
+        options, first = RequestOptions(**submit.options), submit.prompts[0].length or 0
+        sharing = self.facts.prefix_blocks and options.use_prefix_cache
+        ids = np.asarray(submit.numbers[:first]) if sharing else np.zeros(0, np.int32)
+        request = _Request(
+            submit,
+            params,
+            options,
+            choices,
+            self._choices[submit.key][1],
+            _seeds(params, submit),
+            len(submit.numbers),
+            prefix_keys(ids, self._router.block_size, options.cache_key),
+        )
+        self._requests |= dict.fromkeys(keys, request)
+        request.task = self._task(self._run(request))
+
+    def _end(self, keys: Iterable[int]) -> None:
+        keys = list(keys)
+        super()._end(keys)
+        request = self._requests.get(keys[0])
+        for key in keys:
+            self._requests.pop(key, None)
+        if request is not None and request.task is not None:
+            request.over = True
+            request.turn.set()
+            if request.replica is None:
+                request.task.cancel()
+
+    def _send(self, message: FromWorker) -> None:
+        """Send a message about choices to the replica that runs them, if one does."""
+        assert isinstance(message, (Abort, Stopped))
+        request = self._requests.get(message.keys[0] if isinstance(message, Abort) else message.key)
+        if request is not None and request.replica is not None and request.replica.alive:
+            request.replica.send(message)
+
+    async def _run(self, request: _Request) -> None:
+        """Run a request on one replica after another, until it is over."""
+        try:
+            async with asyncio.timeout(WAIT) as waiting:
+                while not request.over:
+                    held = AsyncExitStack()
+                    try:
+                        replica = await self._place(request, held)
+                        if replica is not None:
+                            waiting.reschedule(None)
+                            await self._run_on(replica, request)
+                    finally:
+                        self._task(held.aclose())  # not awaited: the replica's machine may be gone
+                    if not request.over and replica is not None:
+                        self._move(request)
+                        waiting.reschedule(asyncio.get_running_loop().time() + WAIT)
+        except TimeoutError:
+            self._fail(request, self._none())
+        except Exception as error:
+            self._fail(request, error)
+
+    async def _place(self, request: _Request, held: AsyncExitStack) -> "_Replica | None":
+        """Reserve a place, and enter it into `held`. Returns None if that took too long, or the replica is lost."""
+        found: list[str] = []
+        settled = False
+
+        def order(running: Mapping[str, int]) -> list[str]:
+            """Order the replicas, and count the request as the best one's: others may ask before it has a place."""
+            with self._routing:
+                if settled:  # Ray asks for a place that nothing waits for any more
+                    return list(found)
+                self._withdraw(request)
+                listed = self._router.order(request.prompt, request.keys, list(running), running)
+                found[:] = sorted(listed, key=lambda name: name in request.avoided)
+                if found:
+                    request.routed = self._router.begin(found[0], request.prompt, request.keys)
+            return list(found)
+
+        replica = None
+        try:
+            async with asyncio.timeout(ATTEMPT):
+                replica = self._replicas.get(await held.enter_async_context(self._choose(order)))
+        except TimeoutError:
+            request.avoided += found[:1]
+        finally:
+            with self._routing:
+                settled = True
+                if request.routed is not None and (replica is None or request.routed.replica != replica.name):
+                    self._withdraw(request)
+                if replica is not None and request.routed is None:
+                    request.routed = self._router.begin(replica.name, request.prompt, request.keys)
+        return replica
+
+    def _withdraw(self, request: _Request) -> None:
+        """Tell the router that a request does not run where it was to run."""
+        if request.routed is not None:
+            self._router.withdraw(request.routed)
+            request.routed = None
+
+    async def _run_on(self, replica: _Replica, request: _Request) -> None:
+        """Run a request on a replica until it is over or the replica is lost."""
+        routed, request.routed = request.routed, None
+        assert routed is not None
+        self._tell_of(routed, request.keys)
+        request.replica, request.turn = replica, asyncio.Event()
+        replica.requests.add(request)
+        try:
+            for submit in self._submissions(request):
+                replica.send(submit)
+            await request.turn.wait()
+        except EngineGone:  # it is lost just now
+            pass
+        finally:
+            replica.requests.discard(request)
+            request.replica = None
+            self._leave(routed, request)
+
+    def _leave(self, routed: Routed, request: _Request) -> None:
+        """Tell the router what the request leaves in the replica's cache."""
+        keys = request.keys
+        if keys:
+            done = request.choices[request.submit.key].completion
+            ids = np.array(done.prompt_token_ids + done.token_ids, np.int32)
+            keys = prefix_keys(ids, self._router.block_size, request.options.cache_key, keys)
+            self._tell_of(routed, keys)
+        with self._routing:
+            self._router.end(routed, len(request.answer), keys)
+
+    def _tell_of(self, routed: Routed, keys: Sequence[bytes]) -> None:
+        if keys:
+            self._tell({"replica": routed.replica, "keys": base64.b64encode(b"".join(keys)).decode()})
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
+        """Start a task, which is kept until it is done."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _move(self, request: _Request) -> None:
+        """Prepare a request to go on elsewhere. Raises EngineGone if it cannot."""
+        request.moves += 1
+        left = [key for key in request.choices if key in self._choices]
+        if request.moves > MOVES:
+            raise EngineGone(f"{request.moves} replicas have ended while they ran this request: it is not tried again")
+        if (why := _bound(request.params)) and any(request.choices[key].completion.token_ids for key in left):
+            raise EngineGone(f"the replica that ran this request has ended, and {why}: send it again")
+        self._moved(len(left))
+
+    def _fail(self, request: _Request, error: Exception) -> None:
+        """End a request with an error."""
+        for key in request.choices:
+            self._choices.pop(key, None)
+        if not request.over:
+            request.queue.put_nowait(error)
+
+    def _none(self) -> EngineGone:
+        return EngineGone(f"no replica of this model runs: try again in {RETRY_AFTER} s", RETRY_AFTER)
+
+    # ---- what is submitted
+
+    def _submissions(self, request: _Request) -> Iterator[Submit]:
+        """Yield what a replica has to run of a request."""
+        if request.moves:
+            for key in request.choices:
+                if key in self._choices:
+                    yield self._rest(request, key)
+            return
+        submit = request.submit
+        if request.params.seed is not None or request.seeds[submit.key] is None:
+            yield submit
+            return
+        key, numbers = submit.key, submit.numbers  # each prompt has seeds of its own
+        for form in submit.prompts:
+            length = form.length or 0
+            params = submit.params | {"seed": request.seeds[key]}
+            yield replace(submit, key=key, prompts=[form], params=params, numbers=numbers[:length])
+            key, numbers = key + submit.n, numbers[length:]
+
+    def _rest(self, request: _Request, key: int) -> Submit:
+        """Return what is left to run of a choice: its tokens so far become a part of the prompt."""
+        params, submit = request.params, request.submit
+        done = request.choices[key].completion
+        sent = len(done.token_ids)
+        params = replace(
+            params,
+            max_tokens=None if params.max_tokens is None else params.max_tokens - sent,
+            min_tokens=max(params.min_tokens - sent, 0),
+            seed=request.seeds[key],
+            prompt_logprobs=None if sent else params.prompt_logprobs,
+        )
+        changed = changed_fields(params)
+        if self.tokenizer is not None:  # stop strings are found here
+            changed.pop("stop", None)
+        form = PromptForm(len(done.prompt_token_ids) + sent)
+        numbers = array(NUMBER, done.prompt_token_ids + done.token_ids)
+        return replace(submit, key=key, prompts=[form], params=changed, n=1, numbers=numbers)
+
+    # ---- messages from replicas
+
+    def _gained(self, key: int, ids: list[int], event: Event = ONLY_TOKENS) -> None:
+        if event is not ONLY_TOKENS and key in self._choices and self._choices[key][0].completion.token_ids:
+            event = event._replace(cached=0, prompt_logprobs=None)  # the first replica has reported them
+        super()._gained(key, ids, event)
+
+    def _refuse(self, refused: Refused) -> None:
+        request = self._requests.get(refused.key)
+        if request is not None and request.moves and refused.failure.kind == "busy":
+            asyncio.get_running_loop().call_later(AGAIN, partial(self._again, request, refused.key))
+        else:
+            super()._refuse(refused)
+
+    def _again(self, request: _Request, key: int) -> None:
+        """Submit a choice again, which was moved to a replica that had too many."""
+        if key in self._choices and request.replica is not None and request.replica.alive:
+            request.replica.send(self._rest(request, key))
+
+    # ---- questions
+
+    async def ask(self, question: Question[Answer]) -> Answer:
+        replicas = list(self._replicas.values())
+        if not replicas:
+            raise self._none()
+        if not isinstance(question, (Alive, Gauges)):
+            return await replicas[0].ask(question)
+        answers = await asyncio.gather(*(_ask(each, question) for each in replicas))
+        found = {replica.name: answer for replica, answer in zip(replicas, answers, strict=True) if answer}
+        answer: Any = bool(found) if isinstance(question, Alive) else self._gauges(found)
+        return answer
+
+    def _gauges(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the gauges of all replicas. found: those of each, by its name."""
+        alive, model = sum(each["alive"] for each in found.values()), {"model_name": self.facts.name}
+        up, held = "minillm_replicas_up", "minillm_replica_requests"
+        requests = [[held, model | {"replica": name}, _requests(each["families"])] for name, each in found.items()]
+        families = [
+            [up, "gauge", "Replicas that accept requests", [[up, model, alive]]],
+            [held, "gauge", "Requests that run or wait on a replica", requests],
+            *joined(*(each["families"] for each in found.values())),
+        ]
+        return {"alive": alive > 0, "families": families}
+
+
+async def _ask(replica: _Replica, question: Question[Any]) -> Any:
+    """Return a replica's answer, or None if it gives none in time."""
+    try:
+        async with asyncio.timeout(HEALTH / 2):
+            return await replica.ask(question)
+    except (EngineError, TimeoutError):
+        return None
+
+
+def _requests(families: Families) -> float:
+    """Return how many requests run or wait, by a replica's gauges."""
+    return sum(sample[2] for name, _, _, samples in families for sample in samples if name in RUN_OR_WAIT)
+
+
+def joined(*each: Families) -> Families:
+    """Return the gauges of all replicas: shares are averaged, facts stay as they are, all others are added."""
+    found = summed(*each)
+    for name, _, _, samples in found:
+        for sample in samples if name.endswith(("_perc", "_info")) else ():
+            sample[2] = sample[2] / len(each) if name.endswith("_perc") else 1
+    return found
+
+
+def _seeds(params: SamplingParams, submit: Submit) -> dict[int, int | None]:
+    """Return the seed of each choice, by its key: drawn here if the request has none, since replicas draw others."""
+    seeds: dict[int, int | None] = {}
+    for place in range(len(submit.prompts)):
+        base = params.seed if params.seed is not None else random.getrandbits(62)
+        for i in range(submit.n):
+            seeds[submit.key + place * submit.n + i] = base + i if params.temperature else params.seed
+    return seeds
+
+
+def _bound(params: SamplingParams) -> str | None:
+    """Return why a request with these parameters cannot go on in the middle of its answer, or None if it can."""
+    if params.presence_penalty or params.frequency_penalty:
+        return "presence and frequency penalties depend on what is prompt and what is answer"
+    if params.grammar is not None:
+        return "a grammar begins with its answer"
+    return None

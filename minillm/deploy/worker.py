@@ -1,0 +1,75 @@
+"""An HTTP worker of a server with replicas: the same HTTP, other engines.  See `minillm.server.worker.worker`.
+
+It joins Ray's cluster to reserve places on replicas, and talks to them over connections of its own.
+"""
+
+import asyncio
+import sys
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from minillm.server import control, logs
+from minillm.server.control import Control
+from minillm.server.limits import SWITCH_INTERVAL
+from minillm.server.shares import Shares
+from minillm.server.worker.worker import Front
+
+from .policies import find_policy
+from .replicas import ReplicatedEngine
+
+
+async def work(given: dict[str, Any], owner: Control, shares: tuple[Shares, int] | None) -> None:
+    """Serve until the owner says stop or is gone. given: see `serving`."""
+    from . import ray_serve
+
+    ray_serve.join(given["address"])
+    loop, engines = asyncio.get_running_loop(), dict[str, ReplicatedEngine]()
+
+    def tell(name: str, what: dict[str, Any]) -> None:
+        owner.send({"op": "tell", "what": {"model": name} | what})
+
+    for name, application in given["applications"].items():
+
+        def listed(addresses: dict[str, tuple[str, int]], name: str = name) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(lambda: engines[name].listed(addresses))
+
+        engines[name] = ReplicatedEngine(
+            ray_serve.chooser(application, listed),
+            given["secret"],
+            find_policy(given["policy"]),
+            lambda choices: owner.send({"op": "moved", "choices": choices}),
+            **({"tell": partial(tell, name)} if shares is not None else {}),
+        )
+
+    def obey(message: dict) -> None:
+        if message["op"] == "told":
+            engines[message["model"]].learn(message)
+
+    async def connected() -> None:
+        await asyncio.gather(*(engine.connected for engine in engines.values()))
+
+    listener = control.opened(given["listener"])
+    await Front(list(engines.values()), listener, owner, obey, shares=shares).serve(connected(), logs.set_up)
+    for engine in engines.values():
+        engine.close()
+
+
+def main() -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    logs.set_up("text", "warning")
+    given = control.given()
+    owner, shares = given["control"], None
+    if "shares" in given:
+        file, count, slot = given["shares"]
+        shares = Shares(file, count), slot
+    try:
+        asyncio.run(work(given, owner, shares))
+    except Exception as error:
+        owner.send({"op": "failed", "why": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()

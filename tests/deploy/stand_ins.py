@@ -1,0 +1,103 @@
+"""Replicas without processes and without Ray: several hubs of one engine, each behind a port of its own."""
+
+import asyncio
+import socket
+import threading
+from collections import Counter
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+from minillm.deploy import handshake
+from minillm.deploy.replicas import ReplicatedEngine
+from minillm.server.config import ServerConfig
+from minillm.server.engine_side.hub import Hub
+from minillm.server.worker.choice import Prompt
+from tests.waiting import async_wait_until
+
+SECRET = handshake.new_secret()
+
+
+class LocalReplica:
+    """A hub of an engine, and the port that leads to it."""
+
+    def __init__(self, engine, name: str, **options):
+        self.name, self.hub = name, Hub(engine, "m", ServerConfig(log_level="critical", **options))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                with suppress(OSError, handshake.Stranger):
+                    self.hub.connect(handshake.accept(sock, SECRET, self.name))
+
+    def kill(self):
+        """End the replica as if its process were killed: its connections and its port close."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self.hub.alive:
+            self.hub.close()
+
+
+class LocalRay:
+    """What Ray is for a worker: it knows which replicas there are, and counts the places that are held on each."""
+
+    def __init__(self, *replicas: LocalReplica):
+        self.replicas = {each.name: each for each in replicas}
+        self.held, self.ever = Counter(), Counter()
+
+    @asynccontextmanager
+    async def choose(self, order):
+        while not (names := order({name: self.held[name] for name in self.replicas})):
+            await asyncio.sleep(0.005)
+        self.held[names[0]] += 1
+        self.ever[names[0]] += 1
+        try:
+            yield names[0]
+        finally:
+            self.held[names[0]] -= 1
+
+    @property
+    def addresses(self):
+        return {name: each.address for name, each in self.replicas.items()}
+
+
+@contextmanager
+def local_replicas(engine, count: int = 2, **options):
+    """A `LocalRay` with so many replicas, named a, b, c; options: fields of `ServerConfig`."""
+    made = [LocalReplica(engine, "abc"[place], **options) for place in range(count)]
+    try:
+        yield LocalRay(*made)
+    finally:
+        for each in made:
+            each.kill()
+
+
+@asynccontextmanager
+async def connected(ray: LocalRay, **options):
+    """An engine of all replicas, once it is connected to each of them; options: arguments of `ReplicatedEngine`."""
+    replicated = ReplicatedEngine(ray.choose, SECRET, **options)
+    replicated.listed(ray.addresses)
+    await async_wait_until(lambda: len(replicated._replicas) == len(ray.replicas))
+    try:
+        yield replicated
+        await async_wait_until(lambda: not any(ray.held.values()))
+        assert not replicated._requests
+    finally:
+        replicated.close()
+    await async_wait_until(lambda: not replicated._tasks)
+
+
+async def collect(replicated, prompts, params, n=1, options=None, seen=lambda choice, delta: None, partly=False):
+    """The completions of a request, by index; seen: called with each choice and delta."""
+    ended = {}
+    more = {} if options is None else {"options": options}
+    async for choice, delta in replicated.stream(
+        [Prompt(list(each)) for each in prompts], params, n, partly=partly, **more
+    ):
+        seen(choice, delta)
+        if delta.completion is not None:
+            ended[choice.index] = delta.completion
+    return ended

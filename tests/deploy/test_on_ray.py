@@ -1,0 +1,206 @@
+"""Two replicas of two models on Ray: what clients see, and what becomes of their requests when processes are killed."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from minillm.deploy.handshake import MAGIC
+from tests.deploy.gated_engine import GATE
+from tests.waiting import TIMEOUT, wait_until
+
+pytest.importorskip("ray", reason="Ray is not installed: make test installs it")
+pytestmark = pytest.mark.timeout(2 * TIMEOUT)
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "data" / "tiny-gemma"
+PROMPTS = [f"{name} keeps the lighthouse of" for name in ("Ana", "Bo", "Cy", "Dee", "Eve", "Flo")]
+
+
+class Server:
+    """A server, its processes, and the gate of its engines."""
+
+    def __init__(self, process: subprocess.Popen, url: str, gate: Path):
+        self.process, self.url, self.gate = process, url, gate
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT, max_retries=0)
+
+    def processes(self, words: str) -> list[psutil.Process]:
+        """The server's processes that have these words in their command."""
+        found = []
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if words in " ".join(each.cmdline()):
+                    found.append(each)
+        return found
+
+    def engines(self, model: str) -> list[psutil.Process]:
+        """The processes of a model's engines. Their parents are Ray's, which are the replicas."""
+        return [each for each in self.processes("gated_engine") if f"minillm:{model}:" in each.parent().cmdline()[0]]
+
+    def metric(self, name: str, model: str = "") -> float:
+        """The sum of a metric's samples, or of those of one model."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=TIMEOUT).text.splitlines()
+        ours = (line for line in lines if re.match(rf"{name}[{{ ]", line) and f'"{model}"' in (line if model else '""'))
+        return sum(float(line.split()[-1]) for line in ours)
+
+    def busy(self, model: str) -> int:
+        """How many of a model's replicas run requests."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=TIMEOUT).text.splitlines()
+        ours = (line for line in lines if line.startswith("minillm_replica_requests{") and f'"{model}"' in line)
+        return sum(float(line.split()[-1]) > 0 for line in ours)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.metric("minillm_replicas_up") == 4
+
+    @contextmanager
+    def held(self, steps: int):
+        """Let each engine take so many steps, and no more until the block ends."""
+        self.gate.write_text(f"{time.monotonic_ns()}:{steps}")
+        try:
+            yield
+        finally:
+            self.gate.unlink()
+
+    def complete(self, prompt: str, **more):
+        more = {"model": "one", "max_tokens": 40, "temperature": 1.0, "seed": 7} | more
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        return self.client.completions.create(prompt=prompt, extra_body=extra, **more)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ray", numbered=True)
+    gate = folder / "gate"
+    command = [sys.executable, "-m", "tests.deploy.served", "serve", "--port", "0", "--replicas", "2"]
+    command += ["--replica-cpus", "0.1", "--device", "cpu", "--max-num-seqs", "8", "--shutdown-grace", "1"]
+    command += ["--model", f"one={TINY}", "--model", f"two={TINY}"]
+    environment = os.environ | {GATE: str(gate), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+        try:
+            found = (re.search(r"(http://\S+)/v1", line) for line in process.stdout)
+            yield Server(process, next(filter(None, found))[1], gate)
+        finally:
+            process.terminate()
+            try:
+                process.wait(TIMEOUT)
+            finally:
+                process.kill()
+
+
+@pytest.fixture
+def whole(server):
+    """The server, with all of its replicas."""
+    wait_until(lambda: server.is_whole)
+    return server
+
+
+def test_two_models_answer_the_openai_client(whole):
+    assert [each.id for each in whole.client.models.list()] == ["one", "two"]
+    question = [{"role": "user", "content": "Who are you?"}]
+    for name in ("one", "two"):
+        answer = whole.client.chat.completions.create(model=name, messages=question, max_tokens=8, temperature=0)
+        assert answer.model == name and answer.choices[0].message.content
+    with pytest.raises(openai.NotFoundError, match="this server serves 'one', 'two'"):
+        whole.client.completions.create(model="three", prompt="The river")
+    assert httpx.get(f"{whole.url}/health", timeout=TIMEOUT).status_code == 200
+
+
+def test_a_conversation_finds_its_prefix(whole):
+    said = "Once upon a time " * 8
+    first = whole.complete(said)
+    second = whole.complete(said + first.choices[0].text + " And then", max_tokens=4)
+    assert second.usage.prompt_tokens_details.cached_tokens >= 32
+
+
+def test_a_replica_killed_in_the_middle_of_streams_changes_no_token(whole):
+    wanted = [whole.complete(each).choices[0].token_ids for each in PROMPTS]
+    moved, replaced = (whole.metric(f"minillm_{name}_total") for name in ("choices_moved", "engine_restarts"))
+
+    def read(prompt: str, tokens: list[int]) -> None:
+        for chunk in whole.complete(prompt, stream=True):
+            tokens += chunk.choices[0].token_ids
+
+    tokens = [[] for _ in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        with whole.held(12):
+            streams = [pool.submit(read, *each) for each in zip(PROMPTS, tokens, strict=True)]
+            wait_until(lambda: all(tokens))
+            wait_until(lambda: whole.busy("one") == 2)
+            assert max(map(len, tokens)) < 40, "a stream was complete before"
+            whole.engines("one")[0].parent().kill()
+        for each in streams:
+            each.result(TIMEOUT)
+    assert tokens == wanted
+    assert whole.metric("minillm_choices_moved_total") > moved
+    wait_until(lambda: whole.metric("minillm_engine_restarts_total") > replaced)
+
+
+def test_requests_that_wait_on_a_killed_engine_run_elsewhere(whole):
+    wanted = {each: whole.complete(each).choices[0].token_ids for each in PROMPTS}
+    moved = whole.metric("minillm_choices_moved_total")
+    with ThreadPoolExecutor(4 * len(PROMPTS)) as pool:
+        with whole.held(0):
+            answers = [(each, pool.submit(whole.complete, each)) for each in 4 * PROMPTS]
+            wait_until(lambda: whole.busy("one") == 2)
+            whole.engines("one")[0].kill()
+            wait_until(lambda: whole.metric("minillm_choices_moved_total") > moved)
+        assert all(answer.result(TIMEOUT).choices[0].token_ids == wanted[prompt] for prompt, answer in answers)
+
+
+def test_a_killed_http_worker_is_replaced(whole):
+    (worker,) = whole.processes("minillm.deploy.worker")
+    worker.kill()
+
+    def answers() -> bool:
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{whole.url}/health", timeout=TIMEOUT).status_code == 200
+        return False
+
+    wait_until(answers)
+    assert whole.processes("minillm.deploy.worker") != [worker]
+    assert whole.complete("The river", max_tokens=2).choices[0].text
+    assert whole.metric("minillm_worker_restarts_total") == 1
+
+
+def test_ports_are_open_on_this_machine_only_and_strangers_get_nothing(whole):
+    """But for those of Ray Serve's replicas, where Ray asks for its token."""
+    doors = 0
+    for process in whole.processes(""):
+        with suppress(psutil.NoSuchProcess):
+            listening = [each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+            others = [each for each in listening if each.ip not in ("127.0.0.1", "::ffff:127.0.0.1")]
+            assert not others or process.name().startswith("ray::ServeRepli"), (process.name(), others)
+            for each in listening:
+                with socket.create_connection(("127.0.0.1", each.port), TIMEOUT) as sock:
+                    sock.settimeout(0.2)
+                    with suppress(OSError):
+                        if sock.recv(len(MAGIC)) != MAGIC:
+                            continue
+                        doors += 1
+                        sock.settimeout(TIMEOUT)
+                        sock.sendall(bytes(200))
+                        while got := sock.recv(1 << 16):
+                            assert len(got) <= 32, "a stranger got more than the challenge"
+    assert doors == 4
+
+
+def test_it_ends_with_all_of_its_processes_and_leaves_no_files(server):
+    family = [server.process.pid, *(each.pid for each in server.processes(""))]
+    before = set(Path(tempfile.gettempdir()).glob("minillm-ray-*"))
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(TIMEOUT) == 0
+    wait_until(lambda: not any(map(psutil.pid_exists, family)))
+    assert len(before - set(Path(tempfile.gettempdir()).glob("minillm-ray-*"))) >= 1
