@@ -31,13 +31,13 @@ METHODS = {  # as records name them: method, bits, group, head -> the engine's o
     "int8": {"quantization": "int8"},
     "int4 g128, head int8": {"quantization": "int4", "quantized_head": "int8"},
     "int4 g128 (awq, gptq)": {"quantization": "int4"},
-    "int4 g128 act-order (gptq), head int8": {"quantization": "int4", "quantized_head": "int8"},
+    "int4 g128 groups in act-order, head int8": {"quantization": "int4", "quantized_head": "int8"},
     "w8a8 (smoothquant)": {"quantization": "w8a8"},
     "w4a8 g128, head int8": {"quantization": "w4a8", "quantized_head": "int8"},
     "fp8, head fp8": {"quantization": "fp8", "quantized_head": "fp8"},
     "fp8": {"quantization": "fp8"},
 }
-ACT_ORDER = {"int4": Int4(act_order=True)}
+ACT_ORDER = {"int4": Int4(act_order=True)}  # of checkpoints by other programs: `minillm quantize` keeps neighbors
 ENGINE = {"load_format": "dummy", "max_num_seqs": 3000, "gpu_memory_utilization": 0.85, "max_model_len": 4096}
 SINGLE, CHAT = workloads.find("single"), workloads.find("chat")
 LOADS = [replace(SINGLE, name=f"single_128_256_x{requests}", requests=requests) for requests in (1, 4, 8, 16, 64)]

@@ -400,6 +400,18 @@ def test_equal_seeds_calibrate_equally(tmp_path):
     assert one == same != other
 
 
+def test_act_order_changes_codes_and_neither_the_format_nor_the_files_size(tmp_path):
+    """Groups stay those of neighbors, so nothing about the order is stored, and no product is slower."""
+    weights, sizes = [], []
+    for name, act_order in (("plain", False), ("ordered", True)):
+        recipe = MethodRecipe({"layers.0.qkv": Method("gptq", act_order=act_order), "layers.*": Method("dense")})
+        quantize(None, recipe, tmp_path / name, rows=2, length=64)
+        weights.append(load_model(tmp_path / name).layers[0].qkv)
+        sizes.append((tmp_path / name / "model.safetensors").stat().st_size)
+    assert {each.format for each in weights} == {Int4(128)} and [each.order for each in weights] == [None, None]
+    assert sizes[0] == sizes[1] and not weights[0].dequantize().equal(weights[1].dequantize())
+
+
 def test_a_recipe_file_gives_each_weight_its_method(tmp_path):
     recipe = tmp_path / "recipe.json"
     rules = {"layers.0.*": "int8", "layers.*.down": "dense", "layers.*": {"method": "int4", "group_size": 32}}

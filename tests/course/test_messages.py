@@ -11,6 +11,7 @@ import torch
 from minillm.course.lesson_11.graph_sizes import padded_ms
 from minillm.course.shared import checks
 from minillm.quantization.methods import hadamard
+from tests.course.mutants import lesson_06, lesson_06_gptq
 
 checks.every()
 
@@ -294,6 +295,11 @@ CASES = [
     ("attention", hidden_after_the_softmax, ["gives its own a weight of 0", "before the softmax"]),
     ("pack_codes", the_first_row_for_all, ["in row 1: expected the byte"]),
     ("awq_scales", powers_raised, ["powers raised to 1e-4, as in the authors' code"]),
+    ("awq_scales", lesson_06.powers_in_float32, ["the scales are torch.float32: keep the dtype of `magnitude`"]),
+    ("awq_scales", lesson_06.clamps_in_place, ["`magnitude` was changed"]),
+    ("compensate", lesson_06_gptq.subtracts_in_place, ["`value` was changed"]),
+    ("gptq", lesson_06_gptq.forgets_the_scale, ["all scales 1/2", "rounded = code * scale"]),
+    ("gptq", lesson_06_gptq.levels, ["return what `grid.codes` gives"]),
     ("int8_linear", int8_halves_up, ["-127.5 became the code -127, not -128", "as with torch.round"]),
     ("int8_linear", int8_in_float32, ["sums over 4,096 inputs: expected"]),
     ("int8_linear", int8_scales_of_127, ["times the identity matrix", "the result divided by that scale"]),

@@ -19,6 +19,13 @@ FAULTS = (
         "tests/course/test_checkers.py -k mutant_fails_exactly",
     ),
     Fault(
+        "GPTQ's check has scales of 1 only, and an error without the scale passes it",
+        "minillm/course/lesson_06/checks_gptq.py",
+        "return super().scale(weights) / 2",
+        "return super().scale(weights)",
+        "tests/course/test_checkers.py -k mutant_fails_exactly",
+    ),
+    Fault(
         "a property that returns False passes",
         CHECKS,
         "return prop.hint if prop.holds(watched) is False else None",

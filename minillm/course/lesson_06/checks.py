@@ -1,6 +1,7 @@
 """Statistics of inputs, AWQ's search for scales.  Lesson 06."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +24,22 @@ def correlated(rows: int, inputs: int, seed: int = 0) -> Tensor:
     return x
 
 
-def unchanged(call: Callable, *given: Tensor) -> None:
-    """Call, and see that these tensors have the values that they had."""
-    before = [each.clone() for each in given]
+def unchanged(call: Callable, **given: Tensor) -> None:
+    """Call, and see that these tensors, by the names of the parameters, have the values that they had."""
+    before = {name: each.clone() for name, each in given.items()}
     call()
-    for was, now in zip(before, given, strict=True):
-        assert now.equal(was), f"an argument {list(was.shape)} was changed"
+    changed = [name for name, was in before.items() if not given[name].equal(was)]
+    assert not changed, f"`{changed[0]}` was changed"
+
+
+COPIES = "`+=`, `*=` and functions whose names end in `_` change a tensor in place: use `x + y`, or work on `x.clone()`"
+
+
+def two(found: Any, first: str, second: str) -> Any:
+    """What a solution returned, if it is two things."""
+    right = isinstance(found, tuple | list) and len(found) == 2
+    assert right, f"return two things: the {first}, and {second}"
+    return found
 
 
 def tensor(value: object, what: str, shape: tuple[int, ...]) -> Tensor:
@@ -108,7 +119,7 @@ def _(make):
 
 @statistics.property(
     "the sums are in float64",
-    hint="`x.double()` first: x^T x in the dtype of x has already lost its last digits; and no .float() in `error`",
+    hint="`x.double()` first: products and sums in the dtype of x have already lost their last digits; and no .float()",
 )
 def _(make):
     x = (correlated(50, 4) * 1e3).float()
@@ -119,6 +130,9 @@ def _(make):
         assert got.dtype == torch.float64, f"`{name}` is {got.dtype}"
         lost = ((got - value).abs().max() / value.abs().max()).item()
         assert lost < 1e-12 or lost > 1e-3, f"`{name}`, of float32 inputs, is off by a share of {lost:.0e}"
+    mean, right = found.mean_magnitude(), wanted["magnitude"] / 50
+    lost = ((mean - right).abs() / right).max().item() if mean.shape == right.shape else 1.0
+    assert lost < 1e-12 or lost > 1e-3, f"mean_magnitude(), of float32 inputs, is off by a share of {lost:.0e}"
     difference = drawn(3, 4, seed=5)
     right = (difference @ wanted["second_moment"] * difference).sum(1)
     got = found.error(difference.clone()).flatten()
@@ -132,8 +146,8 @@ def _(make):
 def _(make):
     x, difference = correlated(6, 3), drawn(2, 3)
     one, other = make(3), make(3)
-    unchanged(lambda: one.add(x), x)
-    unchanged(lambda: one.error(difference), difference)
+    unchanged(lambda: one.add(x), x=x)
+    unchanged(lambda: one.error(difference), difference=difference)
     before, mean = one.error(difference).clone(), one.mean_magnitude().clone()
     twice = one.error(difference).equal(before) and one.mean_magnitude().equal(mean)
     assert twice, "asking for errors or means twice gives two answers"
@@ -192,12 +206,19 @@ def case(seed: int, out: int = 5, inputs: int = 8) -> tuple[Tensor, Tensor, Tens
     return drawn(out, inputs, seed=seed + 50), x.abs().mean(0), x.T @ x
 
 
+def extreme() -> tuple[Tensor, Tensor, Tensor]:
+    """A case whose best scales, on a grid of whole numbers, are from 1/23 to 23."""
+    magnitude = torch.tensor([1.0, 16.0, 256.0, 1024.0]).double()
+    weight = torch.tensor([[3.0, 0.4, 0.3, 0.23], [-2.0, 0.35, -0.2, 0.3]]).double()
+    return weight, magnitude, torch.diag(magnitude.square())
+
+
 def searched(
     solution: Callable, weight: Tensor, magnitude: Tensor, moment: Tensor, rounded=fifteenths, allowed=itself
 ) -> tuple[Tensor, float]:
     """What the search gives, if it is scales and one of the strengths."""
     found = solution(weight.clone(), magnitude.clone(), moment.clone(), rounded, allowed)
-    assert isinstance(found, tuple) and len(found) == 2, "return two things: the scales, and their strength"
+    found = two(found, "scales", "their strength")
     scales, strength = tensor(found[0], "the scales", (weight.shape[1],)), float(found[1])
     near = min(STRENGTHS, key=lambda each: abs(each - strength))
     assert abs(near - strength) < 1e-6, f"the strength {strength} is none of 0, 0.1, ..., 0.9"
@@ -225,11 +246,13 @@ def _(solution):
     hint="powers of the magnitudes, divided by the square root of the largest power times the smallest",
 )
 def _(solution):
-    for seed in range(3):
-        weight, magnitude, moment = case(seed)
-        scales, strength = searched(solution, weight, magnitude, moment)
+    cases = [(case(seed), fifteenths) for seed in range(3)] + [(extreme(), whole)]
+    for (weight, magnitude, moment), grid in cases:
+        scales, strength = searched(solution, weight, magnitude, moment, grid)
         wanted = formula(magnitude, strength)
         assert_near(scales, wanted, f"the scales of strength {strength:g}", relative=1e-4, absolute=1e-8)
+        if scales.dtype != magnitude.dtype:
+            raise Explained(f"the scales are {scales.dtype}: keep the dtype of `magnitude`, float64")
 
 
 @awq.property(
@@ -312,10 +335,9 @@ def _(solution):
         assert errors[strength] <= errors[best] * (1 + 1e-9), said
 
 
-@awq.property(
-    "the arguments stay as they were", hint="`weight * scales` makes a new matrix; `weight *= scales` does not"
-)
+@awq.property("the arguments stay as they were", hint=COPIES)
 def _(solution):
     weight, magnitude, moment = case(3)
     magnitude[2] = 0
-    unchanged(lambda: solution(weight, magnitude, moment, fifteenths, itself), weight, magnitude, moment)
+    given = {"weight": weight, "magnitude": magnitude, "moment": moment}
+    unchanged(lambda: solution(*given.values(), fifteenths, itself), **given)

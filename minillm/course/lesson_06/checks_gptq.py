@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..shared.checks import Exercise
-from ..shared.differences import apart, assert_near
+from ..shared.differences import apart, assert_near, difference
 from .calibrated import Grid
 from .calibrated import compensate as solved_for
-from .checks import SECONDS, correlated, drawn, tensor, unchanged
+from .checks import COPIES, SECONDS, correlated, drawn, tensor, two, unchanged
 
 # ---- one weight is fixed, the others make up for it
 
@@ -98,12 +98,10 @@ def _(solution):
     assert_best(found[:, 0], value, "n = 1: the weight")
 
 
-@compensate.property(
-    "the arguments stay as they were", hint="return new weights: `weights += ...` changes the caller's matrix"
-)
+@compensate.property("the arguments stay as they were", hint=COPIES)
 def _(solution):
     weights, value, moment = drawn(2, 3), drawn(2, seed=9), moment_of(3)
-    unchanged(lambda: solution(weights, 0, value, moment), weights, value, moment)
+    unchanged(lambda: solution(weights, 0, value, moment), weights=weights, value=value, moment=moment)
 
 
 # ---- GPTQ
@@ -124,6 +122,16 @@ class Whole:
     def codes(self, column: Tensor, scale: Tensor) -> Tensor:
         _column(column, scale)
         return column.round().clamp(-8, 7).to(torch.int8)
+
+
+class Halves(Whole):
+    """Every scale is 1/2, so that levels go from -4 to 3.5 and are not codes."""
+
+    def scale(self, weights: Tensor) -> Tensor:
+        return super().scale(weights) / 2
+
+    def codes(self, column: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(column / scale, scale)
 
 
 class Even(Whole):
@@ -185,8 +193,7 @@ def by_definition(weight: Tensor, factor: Tensor, grid: Whole | Grid) -> tuple[T
 
 def rounded(solution: Callable, weight: Tensor, factor: Tensor, grid: Whole | Grid) -> tuple[Tensor, Tensor]:
     """Its codes and scales."""
-    found = solution(weight.clone(), factor.clone(), grid)
-    assert isinstance(found, tuple) and len(found) == 2, "return two things: the codes, and the scales"
+    found = two(solution(weight.clone(), factor.clone(), grid), "codes", "the scales")
     return tensor(found[0], "the codes", tuple(weight.shape)).double(), found[1]
 
 
@@ -197,22 +204,22 @@ def large(out: int, inputs: int, seed: int) -> Tensor:
 
 @functools.cache
 def _right_codes(inputs: int, size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """weight, factor, and the codes on a grid of whole numbers."""
+    """weight, factor, and the codes on a grid of halves."""
     weight, factor = large(4, inputs, seed), factor_of(inputs, seed)
-    return weight, factor, by_definition(weight, factor, Whole(size))[0]
+    return weight, factor, by_definition(weight, factor, Halves(size))[0]
 
 
 def _agrees(solution: Callable, inputs: int, size: int, seed: int = 0) -> str:
-    """What is wrong with the codes on a grid of whole numbers, or nothing."""
+    """What is wrong with the codes on a grid of halves, or nothing."""
     weight, factor, wanted = _right_codes(inputs, size, seed)
-    codes = rounded(solution, weight, factor, Whole(size))[0]
+    codes = rounded(solution, weight, factor, Halves(size))[0]
     if codes.equal(wanted.double()):
         return ""
     wrong = codes != wanted
     column = int(wrong.any(0).nonzero()[0])
     row = int(wrong[:, column].nonzero()[0])
     return (
-        f"{inputs} columns in groups of {size}: the first wrong code is in column {column}: "
+        f"{inputs} columns in groups of {size}, all scales 1/2: the first wrong code is in column {column}: "
         f"expected {wanted[row, column]:g} in row {row}, got {codes[row, column]:g}"
     )
 
@@ -225,18 +232,44 @@ def _(solution):
     assert_near(codes, torch.tensor([[1, 1]]), "the codes")
 
 
+def _not_codes(solution: Callable) -> str:
+    """What is wrong with the codes where no error moves a weight, so that they are grid.codes's; or nothing."""
+    weight = large(6, 8, 5)
+    for grid, name in ((Checked(8), "four bits"), (Even(8), "a grid that has even codes only")):
+        codes, scale = rounded(solution, weight, torch.eye(8).double(), grid)[0], grid.scale(weight)
+        wanted = torch.stack([grid.codes(column, scale) for column in weight.T], 1)
+        if problem := difference(codes, wanted):
+            return f"one group, {name}, a factor of ones on the diagonal: the codes [row, column]: {problem}"
+    return ""
+
+
 @gptq.property(
-    "columns that are still free make up for each error",
-    hint="error = rounded - weight as it is now; the later columns get error * factor[at, later] / factor[at, at]",
+    "codes are codes",
+    hint="return what `grid.codes` gives, as it is: whole numbers from -8 to 7, not times the scale",
 )
 def _(solution):
-    for inputs, seed in ((3, 1), (6, 2), (12, 3)):
+    problem = _not_codes(solution)
+    assert not problem, problem
+
+
+ONE_GROUP = ((3, 1), (6, 0), (12, 3))  # columns, and a seed
+
+
+@gptq.property(
+    "columns that are still free make up for each error",
+    hint="rounded = code * scale, with the code that grid.codes gave; error = rounded - weight as it is now; the later "
+    "columns get error * factor[at, later] / factor[at, at]",
+)
+def _(solution):
+    if _not_codes(solution):
+        return
+    for inputs, seed in ONE_GROUP:
         problem = _agrees(solution, inputs, inputs, seed)
         assert not problem, problem
 
 
 def _one_group(solution: Callable) -> bool:
-    return not any(_agrees(solution, inputs, inputs, seed) for inputs, seed in ((3, 1), (6, 2), (12, 3)))
+    return not _not_codes(solution) and not any(_agrees(solution, inputs, inputs, seed) for inputs, seed in ONE_GROUP)
 
 
 @gptq.property(
@@ -284,21 +317,6 @@ def _(solution):
         assert_near(codes, wanted_codes, "4 groups of 4 columns: the scales are right; the codes [row, column]")
 
 
-@gptq.property("codes are codes", hint="return what grid.codes gives, whole numbers from -8 to 7, not times the scale")
-def _(solution):
-    if not _all_groups(solution):
-        return
-    weight, factor = large(4, 8, 5) / 3, factor_of(8, 5)
-    codes, _ = rounded(solution, weight, factor, Checked(8))
-    right = codes.equal(codes.round()) and codes.abs().max() <= 8
-    assert right, f"not whole numbers from -8 to 7: {codes[0, :3].tolist()}, ..."
-    wanted, _ = by_definition(weight, factor, Checked(8))
-    assert_near(codes, wanted, "weights near 1, one group: the codes")
-    wanted, _ = by_definition(4 * weight, factor, Even(8))
-    codes, _ = rounded(solution, 4 * weight, factor, Even(8))
-    assert_near(codes, wanted, "a grid that has even codes only: what grid.codes gives")
-
-
 @gptq.property("nothing is rounded to float32", hint="`weight.clone()` keeps the dtype of the weight: no .float()")
 def _(solution):
     if not _all_groups(solution):
@@ -312,7 +330,7 @@ def _(solution):
     assert off < 1e-9 or off > 1e-3, f"the columns that grid.codes got are off by {off:.0e}: is any step in float32?"
 
 
-@gptq.property("the arguments stay as they were", hint="work on `weight.clone()`: slices of a tensor share its memory")
+@gptq.property("the arguments stay as they were", hint=f"slices of a tensor share its memory. {COPIES}")
 def _(solution):
     weight, factor = large(3, 6, 1), factor_of(6)
-    unchanged(lambda: solution(weight, factor, Whole(3)), weight, factor)
+    unchanged(lambda: solution(weight, factor, Whole(3)), weight=weight, factor=factor)

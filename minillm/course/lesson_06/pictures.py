@@ -3,7 +3,7 @@
 Each function leaves its figure open: the cell's `describe` shows it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -89,18 +89,16 @@ def removed_by_rows(shares: Mapping[int, tuple[float, float]]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def bars(groups: Mapping[str, Mapping[str, float]], targets: Sequence[float | None] = ()) -> None:
-    """A panel for each group -> {method: KL divergence}; targets: a line in each panel."""
+def bars(groups: Mapping[str, Mapping[str, float]]) -> None:
+    """A panel for each group -> {method: KL divergence}, all with the same axis."""
     height = 1.0 + 0.32 * max(len(values) for values in groups.values())
+    longest = max(value for values in groups.values() for value in values.values())
     _, axes = plt.subplots(1, len(groups), figsize=(5.2 * len(groups), height), layout="constrained", squeeze=False)
-    for place, (axis, (title, values)) in enumerate(zip(axes[0], groups.items(), strict=True)):
+    for axis, (title, values) in zip(axes[0], groups.items(), strict=True):
         names = list(values)
         axis.barh(names, list(values.values()), color=[COLORS[at % len(COLORS)] for at in range(len(names))])
         for row, value in enumerate(values.values()):
             axis.text(value, row, f" {value:.4f}", va="center", fontsize=8)
-        if place < len(targets) and (target := targets[place]) is not None:
-            axis.axvline(target, color="black", linestyle=":", linewidth=1.2, label="target")
-            axis.legend(fontsize=8, loc="lower right")
         axis.invert_yaxis()
-        axis.set(title=title, xlabel="KL divergence, nats per token", xlim=(0, 1.2 * max(values.values())))
+        axis.set(title=title, xlabel="KL divergence, nats per token", xlim=(0, 1.2 * longest))
         axis.spines[["top", "right"]].set_visible(False)

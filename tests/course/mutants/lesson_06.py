@@ -157,6 +157,20 @@ class ErrorsInFloat32(Statistics):
         return ((d @ self.second_moment.float()) * d).sum(1)
 
 
+@wrong("MyStatistics", fails=FLOAT64)
+class MeansInFloat32(Statistics):
+    def mean_magnitude(self):
+        return self.magnitude.float() / self.rows
+
+
+@wrong("MyStatistics", fails=FLOAT64)
+class SizesSummedInFloat32(Statistics):
+    def add(self, x):
+        self.rows += len(x)
+        self.second_moment += x.double().T @ x.double()
+        self.magnitude += x.float().abs().sum(0)
+
+
 @wrong("MyStatistics", fails=STAYS)
 class AbsInPlace(Statistics):
     def add(self, x):
@@ -265,6 +279,17 @@ def normalized_before_the_power(weight, magnitude, moment, rounded, allowed):
         m = magnitude.clamp(min=1e-4)
         candidates[strength] = allowed((m / m.mean()) ** strength if len(m) > 2 else scales_at(magnitude, strength))
     return search(weight, moment, rounded, candidates)
+
+
+@wrong("awq_scales", fails=FORMULA)
+def no_scale_beyond_4(weight, magnitude, moment, rounded, allowed):
+    candidates = {each: allowed(scales_at(magnitude, each).clamp(0.25, 4)) for each in STRENGTHS}
+    return search(weight, moment, rounded, candidates)
+
+
+@wrong("awq_scales", fails=FORMULA)
+def powers_in_float32(weight, magnitude, moment, rounded, allowed):
+    return search(weight, moment, rounded, {each: allowed(scales_at(magnitude.float(), each)) for each in STRENGTHS})
 
 
 @wrong("awq_scales", fails=SMALLEST)

@@ -138,6 +138,13 @@ def in_place(weights, at, value, moment):
 
 
 @wrong("compensate", fails=UNCHANGED)
+def subtracts_in_place(weights, at, value, moment):
+    column = torch.linalg.inv(moment)[:, at]
+    value -= weights[:, at]
+    return weights + value[:, None] * column / column[at]
+
+
+@wrong("compensate", fails=UNCHANGED)
 def inverts_in_place(weights, at, value, moment):
     moment.copy_(torch.linalg.inv(moment))
     return moved(weights, at, value, moment[:, at] / moment[at, at])
@@ -310,17 +317,16 @@ def a_group_late(weight, factor, grid):
 
 @wrong("gptq", fails=CODES)
 def levels(weight, factor, grid):
-    """Codes times scales; on the grid of whole numbers both are the same."""
+    """Codes times scales; in the example both are the same."""
     codes, scales = rounded(weight, factor, grid, right(factor))
-    levels = codes * scales.repeat_interleave(grid.group_size, 1)
-    return (levels if scales.shape[1] == 1 else codes), scales
+    return codes * scales.repeat_interleave(grid.group_size, 1), scales
 
 
 @wrong("gptq", fails=CODES)
 def unsigned(weight, factor, grid):
     """Codes from 0 to 15, as they are packed."""
     codes, scales = rounded(weight, factor, grid, right(factor))
-    return (codes if scales.eq(1).all() or scales.shape[1] > 1 else codes + 8), scales
+    return (codes if scales.eq(1).all() else codes + 8), scales
 
 
 @wrong("gptq", fails=UNCHANGED)
@@ -341,15 +347,57 @@ def divides_the_factor_in_place(weight, factor, grid):
     return rounded(weight, factor, grid, right(factor))
 
 
+class Own:
+    """A grid whose codes are rounded and clamped by hand."""
+
+    def __init__(self, grid, lowest, highest):
+        self.group_size, self.scale, self.ends = grid.group_size, grid.scale, (lowest, highest)
+
+    def codes(self, column, scale):
+        return torch.round(column / scale).clamp(*self.ends)
+
+
 @wrong("gptq", fails=CODES)
 def rounds_without_the_grid(weight, factor, grid):
-    class Own:
-        group_size, scale = grid.group_size, grid.scale
+    return rounded(weight, factor, Own(grid, -8, 7), right(factor))
 
-        def codes(self, column, scale):
-            return torch.round(column / scale).clamp(-8, 7)
 
-    return rounded(weight, factor, Own(), right(factor))
+@wrong("gptq", fails=CODES)
+def clamps_to_as_many_on_both_sides(weight, factor, grid):
+    return rounded(weight, factor, Own(grid, -7, 7), right(factor))
+
+
+@wrong("gptq", fails=CODES)
+def does_not_clamp(weight, factor, grid):
+    return rounded(weight, factor, Own(grid, -100, 100), right(factor))
+
+
+@wrong("gptq", fails=FREE)
+def errors_of_unclamped_codes(weight, factor, grid):
+    """As if every weight had a level near it; some are moved beyond the last one."""
+    scale = []
+
+    def noted(work, at):
+        scale.append(grid.scale(work[:, at : at + grid.group_size]))
+        return scale[-1]
+
+    def update(work, at, _):
+        error = (work[:, at] / scale[-1]).round() * scale[-1] - work[:, at]
+        work[:, at + 1 :] += error[:, None] * factor[at, at + 1 :] / factor[at, at]
+
+    return rounded(weight, factor, grid, update, noted)
+
+
+@wrong("gptq", fails=FREE)
+def forgets_the_scale(weight, factor, grid):
+    """The error is that of the code, not of code times scale, which are the same in the example."""
+    work, codes, scales = weight.clone(), [], []
+    for at in range(weight.shape[1]):
+        if at % grid.group_size == 0:
+            scales.append(grid.scale(work[:, at : at + grid.group_size]))
+        codes.append(grid.codes(work[:, at], scales[-1]))
+        right(factor)(work, at, codes[-1] - work[:, at])
+    return torch.stack(codes, 1), torch.stack(scales, 1)
 
 
 @wrong("gptq", fails="nothing is rounded to float32")

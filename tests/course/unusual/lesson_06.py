@@ -36,6 +36,17 @@ def all_strengths_first(weight, magnitude, moment, rounded, allowed):
     return tried[best], best / 10
 
 
+@right("awq_scales")
+def a_list_of_a_search_with_float32_strengths(weight, magnitude, moment, rounded, allowed):
+    tried = []
+    for strength in torch.linspace(0, 0.9, 10):
+        powers = magnitude.clip(1e-4).pow(strength)
+        scales = allowed(powers / (powers.max() * powers.min()) ** 0.5)
+        d = rounded(weight * scales) / scales - weight
+        tried.append([torch.trace(d @ moment @ d.T).item(), [scales, strength]])
+    return min(tried, key=lambda each: each[0])[1]
+
+
 @right("compensate")
 def by_the_rest_of_the_moment(weights, at, value, moment):
     """Set the gradient of the free weights to 0, without the inverse of H."""
@@ -45,6 +56,18 @@ def by_the_rest_of_the_moment(weights, at, value, moment):
     if free:
         out[:, free] -= torch.linalg.solve(moment[free][:, free], moment[free, at, None] * change).T
     return out
+
+
+@right("gptq")
+def a_list_of_float_codes(weight, factor, grid):
+    work, codes, scales = weight + 0, torch.zeros_like(weight), []
+    for at, (row, own) in enumerate(zip(factor, factor.diagonal(), strict=True)):
+        if at % grid.group_size == 0:
+            scales.append(grid.scale(work[:, at:][:, : grid.group_size]))
+        codes[:, at] = grid.codes(work[:, at], scales[-1])
+        lost = (work[:, at] - codes[:, at] * scales[-1]) / own
+        work = work - lost.outer(row * (torch.arange(len(row)) > at))
+    return [codes, torch.stack(scales, 1)]
 
 
 @right("gptq")
