@@ -8,12 +8,15 @@ long as the same rows run.
                           uniform = mix(mix(seed[r]) + p + 1) / 2^64
     afterwards:           tokens[r, p + 1] = sampled,  position[r] = p + 1
 
-`advance` also writes the token to the host's memory, where the host finds it when the step is over. A copy after the
+`advance` also writes the token, and log-probabilities where asked for, to the host's memory, where the host finds them
+when the step is over. A copy after the
 step would take longer than the kernel, and the next step would wait for it: the GPU would idle for some 10 us.
 
 Tiling: one program per row of the batch; it also copies its row of the block table, tile by tile. Rows that pad the
 batch to the captured size refer to the state's last row: they get slot -1 and length 0, and their results are dropped.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,9 +36,9 @@ def _mix(z):
 
 @triton.jit
 def prepare_kernel(
-    rows_ptr, position_ptr, tokens_ptr, table_ptr, seed_ptr, parameters_ptr,
+    rows_ptr, sampling_ptr, position_ptr, tokens_ptr, table_ptr, seed_ptr, parameters_ptr,
     ids_ptr, positions_ptr, slots_ptr, lengths_ptr, table_out_ptr, uniform_ptr, temperature_ptr, min_p_ptr, top_k_ptr,
-    top_p_ptr,
+    top_p_ptr, scored_ptr,
     tokens_stride, table_stride, group_stride, PAD_ROW,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -56,11 +59,12 @@ def prepare_kernel(
         tl.store(ids_ptr + i, tl.load(tokens_ptr + row * tokens_stride + position).to(tl.int64))
         tl.store(positions_ptr + i, position.to(tl.int64))
         tl.store(lengths_ptr + i, tl.where(real, position + 1, 0))
-        parameters = parameters_ptr + row * 4
+        parameters = parameters_ptr + tl.load(sampling_ptr + i).to(tl.int64) * 5
         tl.store(temperature_ptr + i, tl.load(parameters))
         tl.store(min_p_ptr + i, tl.load(parameters + 1))
         tl.store(top_k_ptr + i, tl.load(parameters + 2).to(tl.int32))
         tl.store(top_p_ptr + i, tl.load(parameters + 3))
+        tl.store(scored_ptr + i, tl.load(parameters + 4).to(tl.int32))
         seed = tl.load(seed_ptr + row).to(tl.uint64, bitcast=True)
         draw = _mix(_mix(seed) + (position + 1).to(tl.uint64))
         tl.store(uniform_ptr + i, (draw >> 40).to(tl.float32) * 5.9604644775390625e-08)  # 2^-24
@@ -68,8 +72,9 @@ def prepare_kernel(
 
 @triton.jit
 def advance_kernel(
-    rows_ptr, sampled_ptr, position_ptr, tokens_ptr, out_ptr, arrived_ptr, tokens_stride, PAD_ROW,
-    RING: tl.constexpr, DEPENDENT: tl.constexpr,
+    rows_ptr, sampled_ptr, position_ptr, tokens_ptr, out_ptr, arrived_ptr, scored_ptr, ids_ptr, scores_ptr,
+    arrived_ids_ptr, arrived_scores_ptr, tokens_stride, PAD_ROW,
+    RING: tl.constexpr, MOST: tl.constexpr, MOST_TILE: tl.constexpr, SCORES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     i = tl.program_id(0)
@@ -80,7 +85,22 @@ def advance_kernel(
         position = tl.load(position_ptr + row)
         tl.store(tokens_ptr + row * tokens_stride + position + 1, tl.maximum(token, 0).to(tl.int32))
         tl.store(position_ptr + row, position + 1)
-        tl.store(arrived_ptr + row * RING + (position + 1) % RING, token.to(tl.int32))
+        place = row * RING + (position + 1) % RING
+        tl.store(arrived_ptr + place, token.to(tl.int32))
+        if SCORES:
+            each = tl.arange(0, MOST_TILE)
+            some = each < tl.load(scored_ptr + i)
+            tl.store(arrived_ids_ptr + place * MOST + each, tl.load(ids_ptr + i * MOST + each, mask=some), mask=some)
+            scores = tl.load(scores_ptr + i * MOST + each, mask=some)
+            tl.store(arrived_scores_ptr + place * MOST + each, scores, mask=some)
+
+
+class Scores(NamedTuple):
+    """Log-probabilities as `sampling.scored_sample` writes them."""
+
+    scored: torch.Tensor  # [n] int32: how many of each row are written
+    ids: torch.Tensor  # [n, most] int32
+    values: torch.Tensor  # [n, most] float32
 
 
 def prepare(
@@ -93,15 +113,17 @@ def prepare(
     *,
     block_size: int,
     width: int,
+    sampling: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read the inputs of the next step of `rows` [n] int64 from the device's state.  Lesson 10.
 
     The state has one entry per row, the last one for padding: position int32, tokens [all, longest] int32, table
-    [groups, all, blocks] int32, seed int64, and parameters [all, 4] float32, which are temperature, min_p, top_k and
-    top_p. width: columns of the table to copy.
+    [groups, all, blocks] int32, seed int64, and parameters [all, 5] float32, which are temperature, min_p, top_k, top_p
+    and scored (see `sampling.scored_sample`). width: columns of the table to copy. sampling: the rows whose parameters
+    are read, if they are not all of `rows`: padding for one that samples nothing.
 
     Returns ids, positions [n] int64, slots [groups, n] int64 (-1 for padding), lengths [n] int32 (0 for padding), table
-    [groups, n, width] int32; uniform, temperature, min_p and top_p [n] float32, top_k [n] int32.
+    [groups, n, width] int32; uniform, temperature, min_p and top_p [n] float32, top_k and scored [n] int32.
     """
     n, groups, device = len(rows), table.shape[0], rows.device
     found = {
@@ -115,9 +137,10 @@ def prepare(
         "min_p": torch.empty(n, dtype=torch.float32, device=device),
         "top_k": torch.empty(n, dtype=torch.int32, device=device),
         "top_p": torch.empty(n, dtype=torch.float32, device=device),
+        "scored": torch.empty(n, dtype=torch.int32, device=device),
     }
     prepare_kernel[(n, groups)](
-        rows, position, tokens, table, seed, parameters, *found.values(),
+        rows, rows if sampling is None else sampling, position, tokens, table, seed, parameters, *found.values(),
         tokens.stride(0), table.stride(1), table.stride(0), len(position) - 1,
         BLOCK_SIZE=block_size, WIDTH=width, TILE=min(triton.next_power_of_2(width), 128), num_warps=1,
     )  # fmt: skip
@@ -131,16 +154,24 @@ def advance(
     tokens: torch.Tensor,
     out: torch.Tensor,
     arrived: torch.Tensor,
+    scores: Scores | None = None,
+    arrived_scores: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write the sampled ids [n] int64 to `out` [n] and, except for padding, into the device's state.  Lesson 10.
 
     In the state's tokens, which the next step looks up, -1 (no token) becomes 0: that row's request is about to end.
 
     arrived [all, ring] int32, in the host's memory (pinned, if the rest is on a GPU): gets each row's token at its
-    place modulo the ring's size.
+    place modulo the ring's size. arrived_scores: the same for log-probabilities, (ids, scores) [all, ring, most] int32
+    and float32, if there are `scores`.
     """
+    scored, ids, values = (rows, rows, rows) if scores is None else scores
+    arrived_ids, arrived_values = (rows, rows) if arrived_scores is None else arrived_scores
+    most = ids.shape[-1] if scores is not None else 1
     dependent = dependent_launch(rows.device)
     advance_kernel[(len(rows),)](
-        rows, sampled, position, tokens, out, arrived, tokens.stride(0), len(position) - 1,
-        RING=arrived.shape[1], num_warps=1, **dependent,
+        rows, sampled, position, tokens, out, arrived, scored, ids, values, arrived_ids, arrived_values,
+        tokens.stride(0), len(position) - 1,
+        RING=arrived.shape[1], MOST=most, MOST_TILE=triton.next_power_of_2(most), SCORES=scores is not None,
+        num_warps=1, **dependent,
     )  # fmt: skip

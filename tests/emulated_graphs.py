@@ -52,5 +52,6 @@ def emulated_graphs():
         patch.setattr(step_graphs, "CapturedSteps", Emulated)
         # Padding has slot -1, which torch's indexing would not skip.
         patch.setattr(ops.on("cpu"), "write_kv", kernels.write_kv)
+        patch.setitem(ops.on("cpu").fused, "scored_sample", kernels.scored_sample)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         yield

@@ -54,7 +54,7 @@ class Teacher:
         if params.temperature == 0:
             gap = shaped.amax(-1) - shaped.gather(1, chosen[:, None])[:, 0]
             return int((gap > TIE).sum())
-        min_p, top_k, top_p = state.parameters[:1, 1:].expand(count, -1).unbind(1)
+        min_p, top_k, top_p = torch.from_numpy(state.sampling.of([0]))[:, 1:].expand(count, -1).unbind(1)
         kept = reference.truncate(shaped / params.temperature, Truncation(min_p, top_k.int(), top_p))
         lower, upper = interval(kept.softmax(-1), chosen)
         draws = torch.from_numpy(uniforms_of(seed, lengths)).double()

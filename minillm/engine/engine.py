@@ -378,11 +378,11 @@ class Engine:
                 tracked.completion.prompt_logprobs[position : position + len(scores)] = scores
         watched = []
         if self._watched:
+            known = results.known()
             watched = [
-                (each, int(row), known.tolist())
-                for row, tokens, accepted in zip(rows, results.tokens, results.accepted, strict=True)
-                if (each := self._watched.get(int(row))) is not None and requests[row] is each.request
-                if len(known := tokens[:accepted][tokens[:accepted] >= 0])
+                (each, row, tokens)
+                for row, tokens in zip(rows.tolist(), known, strict=True)
+                if tokens and (each := self._watched.get(row)) is not None and requests[row] is each.request
             ]
         ended = self.scheduler.complete(step, results.tokens, results.accepted)
         for tracked, row, tokens in watched:

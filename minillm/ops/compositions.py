@@ -15,9 +15,9 @@ from minillm.kv_cache.layer_cache import LayerCache
 from minillm.overrides import Parts
 from minillm.quantization import Weight
 
-from .signatures import Operations
+from .signatures import Operations, Truncation
 
-COMPOSITIONS = ("normed_linear", "gated_linear", "rotary_write")
+COMPOSITIONS = ("normed_linear", "gated_linear", "rotary_write", "scored_sample")
 
 
 class Compositions(Parts, Operations):
@@ -67,3 +67,21 @@ class Compositions(Parts, Operations):
         q, rotated = self.rotary_embedding(q, k, cos_sin)
         self.write_kv(rotated if rotate_keys else k, v, cache, slots)
         return q
+
+    @property
+    def scores(self) -> bool:
+        """Whether `scored_sample` computes log-probabilities."""
+        return "scored_sample" in self.fused and self.are_own("sample")
+
+    def scored_sample(
+        self, logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Truncation, scored: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """`sample`, and log-probabilities of the token and of the likeliest ones, if one kernel finds both.
+
+        scored [rows] int32: how many of each row are found, the token's own included. They are (ids, values), [rows,
+        most] int32 and float32.
+        """
+        if self.scores:
+            sampled, *scores = self.fused["scored_sample"](logits, temperature, uniform, truncation, scored)
+            return sampled, tuple(scores)
+        return self.sample(logits, temperature, uniform, truncation), None

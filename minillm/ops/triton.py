@@ -84,6 +84,9 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Tru
     return sampling.sample(logits, temperature, uniform, truncation)
 
 
+scored_sample = sampling.scored_sample  # captured steps, the only ones that call it, are never in float64
+
+
 def normed_linear(
     x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, weight: Weight
 ) -> tuple[Tensor, Tensor] | None:

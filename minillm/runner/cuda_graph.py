@@ -1,7 +1,7 @@
 """Capture steps as CUDA graphs, and keep their results valid after a replay.  Lesson 11.
 
 All graphs share one memory pool because they never run at the same time. A step's logits are therefore valid until the
-next replay. For requests that use penalties or log-probabilities, extra kernels read them after the graph.
+next replay. For requests that use penalties, biases or grammars, extra kernels read them after the graph.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,30 +13,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.kernels import decode_step
 from minillm.ops import OperationSet
 from minillm.ops.signatures import Truncation
 from minillm.overrides import OverrideError
 from minillm.scheduler.step import Step
 
+from .state import RowState
+
 
 class ToSample(NamedTuple):
-    """The arguments of the operation `sample`."""
+    """The arguments of `Compositions.scored_sample`; without the last, of the operation `sample`."""
 
     logits: Tensor
     temperature: Tensor
     uniform: Tensor
     truncation: Truncation
+    scored: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, prepared: Mapping[str, Tensor]) -> Self:
         """With what `decode_step.prepare` has found for each row."""
         truncation = Truncation(*(prepared[name] for name in Truncation._fields))
-        return cls(logits, prepared["temperature"], prepared["uniform"], truncation)
+        return cls(logits, prepared["temperature"], prepared["uniform"], truncation, prepared["scored"])
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with every tensor changed."""
         truncation = Truncation(*map(change, self.truncation))
-        return type(self)(change(self.logits), change(self.temperature), change(self.uniform), truncation)
+        logits, temperature, uniform, scored = map(change, (self.logits, self.temperature, self.uniform, self.scored))
+        return type(self)(logits, temperature, uniform, truncation, scored)
+
+    def sample(self, rows: Tensor, operations: OperationSet, state: RowState, out: Tensor) -> Tensor:
+        """Sample the next token of each of `rows` [n], and write it to `out` and to the state. Returns the tokens."""
+        sampled, scores = operations.scored_sample(*self)
+        found = None if scores is None else decode_step.Scores(self.scored, *scores)
+        arrived = state.arrived_ids, state.arrived_scores
+        decode_step.advance(rows, sampled, state.position, state.tokens, out, state.arrived, found, arrived)
+        return sampled
 
 
 @dataclass(eq=False)
@@ -55,6 +68,7 @@ class Replayed:
     sampled: Tensor  # [rows that sample] int64
     logits: Tensor  # [rows of the graph, vocab]
     places: np.ndarray  # [rows that sample]: their places in `logits`
+    scored: bool  # whether log-probabilities were written to the state
 
 
 class DecodeShape(NamedTuple):

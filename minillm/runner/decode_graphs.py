@@ -89,7 +89,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
         if not self.sampling:
             self._sample(self.rows[:size], graph.to_sample, graph.out)
         self._sent = (step.rows, step.starts + 1)
-        return Replayed(graph.out[:count], graph.to_sample[0], np.arange(count))
+        return Replayed(graph.out[:count], graph.to_sample[0], np.arange(count), self.model.ops.scores)
 
     def forget_positions(self) -> None:
         """Make the next step send its rows' positions again, because another kind of step has changed them."""
@@ -146,6 +146,4 @@ class DecodeGraphs(Graphs[DecodeShape]):
         return ToSample.of(logits, found)
 
     def _sample(self, rows: Tensor, to_sample: ToSample, out: Tensor) -> None:
-        sampled = self.model.ops.sample(*to_sample)
-        state = self.state
-        decode_step.advance(rows, sampled, state.position, state.tokens, out, state.arrived)
+        to_sample.sample(rows, self.model.ops, self.state, out)

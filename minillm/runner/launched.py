@@ -11,7 +11,7 @@ from torch import Tensor
 from minillm.request import TokenLogprobs
 from minillm.scheduler.step import Step
 
-from .logprobs import PromptScores, Scores, as_dicts
+from .logprobs import ArrivedScores, PromptScores, Scores, as_dicts
 
 
 @dataclass
@@ -23,6 +23,12 @@ class Results:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of each of its tokens
     # row -> (position of the first token, one dict a token; None: the logits are not numbers)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs] | None]] = field(default_factory=dict)
+
+    def known(self) -> list[list[int]]:
+        """The tokens of each sampling row that are kept."""
+        # As lists, which are faster here than arrays: a step has up to a thousand rows, of a token or two each.
+        pairs = zip(self.tokens.tolist(), self.accepted.tolist(), strict=True)
+        return [[token for token in tokens[:accepted] if token >= 0] for tokens, accepted in pairs]
 
 
 class StepInFlight(Protocol):
@@ -46,7 +52,7 @@ class LaunchedStep:
         self,
         step: Step,
         tokens: Tensor,
-        logprobs: Sequence[Scores],
+        logprobs: Sequence[Scores | ArrivedScores],
         prompts: Sequence[PromptScores] = (),
         read: Callable[[], np.ndarray] | None = None,
     ):

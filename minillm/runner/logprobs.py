@@ -35,6 +35,29 @@ class Scores(_Found):
 
 
 @dataclass
+class ArrivedScores:
+    """Log-probabilities of sampled tokens, which a captured step writes to the host itself."""
+
+    state: RowState
+    rows: np.ndarray  # [n]
+    positions: np.ndarray  # [n]
+    count: int  # of each row
+
+    def to_host(self) -> Self:
+        return self
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[n, count]; once the step has run"""
+        return self.state.read_scores(self.rows, self.positions, self.count)[0]
+
+    @property
+    def values(self) -> np.ndarray:
+        """[n, count]; once the step has run"""
+        return self.state.read_scores(self.rows, self.positions, self.count)[1]
+
+
+@dataclass
 class PromptScores(_Found):
     """Log-probabilities of consecutive prompt tokens of one row."""
 
@@ -53,23 +76,40 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     return torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, values], dim=1)
 
 
-def widened(logits: Tensor) -> Tensor:
-    """Convert half-precision logits to float32; leave others as they are."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+def widened(logits: Tensor, *, copy: bool = False) -> Tensor:
+    """Convert half-precision logits to float32; leave others as they are, or copy them."""
+    half = logits.dtype in (torch.bfloat16, torch.float16)
+    return logits.to(torch.float32 if half else logits.dtype, copy=copy)
 
 
-def of_sampled(state: RowState, logits: Tensor, places: np.ndarray, rows: np.ndarray, sampled: Tensor) -> list[Scores]:
+def of_sampled(
+    state: RowState,
+    logits: Tensor,
+    places: np.ndarray,
+    rows: np.ndarray,
+    sampled: Tensor,
+    some: np.ndarray | bool = True,
+) -> list[Scores]:
     """Scores for those rows [n] that ask for them, grouped by the number they ask for. places: [n] into logits.
 
-    Scores of rows without a token (-1) are meaningless.
+    some: of the rows, those that are scored here [n]. Scores of rows without a token (-1) are meaningless.
     """
-    wanted = state.logprobs[rows]
+    wanted = np.where(some, state.logprobs[rows], -1)
     found = []
     for k in np.unique(wanted[wanted >= 0]):
         chosen = np.nonzero(wanted == k)[0]
         at, index = state.send(places[chosen], chosen)
         found.append(Scores(*top_logprobs(logits[at], sampled[index].clamp(min=0), int(k)), rows[chosen]))
     return found
+
+
+def arrived(state: RowState, rows: np.ndarray, positions: np.ndarray, vocab: int) -> list[ArrivedScores]:
+    """The same for rows [n] that a captured step scores, of tokens at these positions [n]."""
+    wanted = state.logprobs[rows]
+    return [
+        ArrivedScores(state, rows[wanted == k], positions[wanted == k], min(int(k), vocab) + 1)
+        for k in np.unique(wanted[wanted >= 0])
+    ]
 
 
 def rows_wanting_prompts(state: RowState, step: Step) -> list[int]:
@@ -97,5 +137,5 @@ def of_prompt(model: Model, state: RowState, step: Step, place: int, hidden: Ten
     return PromptScores(ids, values, row, start + 1)
 
 
-def as_dicts(ids: Tensor, values: Tensor) -> list[TokenLogprobs]:
+def as_dicts(ids: Tensor | np.ndarray, values: Tensor | np.ndarray) -> list[TokenLogprobs]:
     return [dict(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]

@@ -111,7 +111,7 @@ class MixedGraphs(Graphs[MixedShape]):
         self._fill(step, shape)
         captured.graph.replay()
         places = self.places(step, shape)[step.samples]
-        return Replayed(captured.out[: len(places)], captured.to_sample[0], places)
+        return Replayed(captured.out[: len(places)], captured.to_sample[0], places, self.model.ops.scores)
 
     @staticmethod
     def places(step: Step, shape: MixedShape) -> np.ndarray:
@@ -180,7 +180,7 @@ class MixedGraphs(Graphs[MixedShape]):
         state.position[sent.rows] = sent.positions.int()
         found = decode_step.prepare(
             sent.rows, state.position, state.tokens, state.block_table, state.seed, state.parameters,
-            block_size=block_size, width=shape.width,
+            block_size=block_size, width=shape.width, sampling=sent.sampling,
         )  # fmt: skip
         ids = state.tokens[sent.token_rows, sent.token_positions].long()
         blocks = state.block_table[:, sent.token_rows, sent.token_positions // block_size].long()
@@ -197,7 +197,5 @@ class MixedGraphs(Graphs[MixedShape]):
         )
         logits = model.logits(model.forward(batch, self.decodes.caches))
         to_sample = ToSample.of(logits, found)
-        sampled = model.ops.sample(*to_sample)
-        decode_step.advance(sent.sampling, sampled, state.position, state.tokens, out, state.arrived)
-        out.copy_(sampled[sent.order])
+        out.copy_(to_sample.sample(sent.sampling, model.ops, state, out)[sent.order])
         return to_sample

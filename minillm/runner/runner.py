@@ -114,13 +114,16 @@ class Runner:
 
     def _correct(self, step: Step, replayed: "Replayed") -> LaunchedStep:
         """Finish a replayed step: sample rows again if they need more than the sampling in the graph."""
-        rows, ends = step.sampling_rows, step.sampling_ends
+        state, rows, ends = self.state, step.sampling_rows, step.sampling_ends
         sampled, logits, places = replayed.sampled, replayed.logits, replayed.places
         corrected = self.sampler.correct(sampled, logits, places, rows, ends)
         if corrected:
-            self.state.store(rows, ends, sampled)
-        scores = logprobs.of_sampled(self.state, logits, places, rows, sampled)
-        return LaunchedStep(step, sampled, scores, read=None if corrected else partial(self.state.read, rows, ends))
+            state.store(rows, ends, sampled)
+        read = None if corrected else partial(state.read, rows, ends)
+        done = ~state.sampling.general[rows] & replayed.scored
+        scores = logprobs.of_sampled(state, logits, places, rows, sampled, ~done)
+        arrived = logprobs.arrived(state, rows[done], ends[done], logits.shape[1])
+        return LaunchedStep(step, sampled, [*scores, *arrived], read=read)
 
     def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> LaunchedStep:
         """Launch a decode-only step kernel by kernel."""

@@ -67,13 +67,22 @@ class Sampler:
         general = np.nonzero(self.state.sampling.general[rows])[0]
         for start in range(0, len(general), GENERAL_AT_ONCE):
             piece = general[start : start + GENERAL_AT_ONCE]
-            chosen = widened(logits[self._tensor(places[piece])])
-            finite = chosen.amax(-1).abs() < torch.inf  # before a grammar's mask, which may hide what is not
+            chosen = self._copied(logits, places[piece])
+            finite = None
+            if self.state.sampling.hides[rows[piece]].any():  # what is no number would be hidden, too
+                finite = chosen.amax(-1).abs() < torch.inf
             for stage in self.STAGES:
                 chosen = stage(self, chosen, rows[piece], lengths[piece])
             drawn = self._draw(chosen, rows[piece], lengths[piece])
-            sampled[self._tensor(piece)] = torch.where(finite, drawn, -1)
+            sampled[self._tensor(piece)] = drawn if finite is None else torch.where(finite, drawn, -1)
         return len(general) > 0
+
+    def _copied(self, logits: Tensor, places: np.ndarray) -> Tensor:
+        """A copy of some rows of the logits, at least in float32."""
+        first, count = int(places[0]), len(places)
+        if np.array_equal(places, np.arange(first, first + count)):
+            return widened(logits[first : first + count], copy=True)
+        return widened(logits[self._tensor(places)])
 
     # ---- the stages, in the order in which they run: logits [n, vocab], rows [n], lengths [n] -> logits
 
@@ -170,8 +179,9 @@ def penalize(
     """
     place = torch.arange(history.shape[1], device=logits.device)
     ids = torch.where(place < known[:, None], history, history[:, :1]).long()  # padding repeats the first token
-    output = ((place >= prompt[:, None]) & (place < known[:, None])).to(logits.dtype)
-    count = torch.zeros_like(logits).scatter_add_(1, ids, output).gather(1, ids)
+    output = (place >= prompt[:, None]) & (place < known[:, None])
+    ranked = torch.where(output, ids, logits.shape[1]).sort(1).values  # equal ids are neighbors
+    count = torch.searchsorted(ranked, ids, right=True) - torch.searchsorted(ranked, ids)
     seen = logits.gather(1, ids)
     seen = torch.where(seen > 0, seen / repetition, seen * repetition) - frequency * count - presence * (count > 0)
     return logits.scatter_(1, ids, seen)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from minillm.config import MOST_AHEAD
 from minillm.kv_cache.attention_sinks import missing
+from minillm.request import MAX_LOGPROBS
 from minillm.scheduler.step import NewRow, Step
 
 # Parameters of sampling, with their neutral values.
 PENALTIES = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 TRUNCATION = {"min_p": 0, "top_k": 0, "top_p": 1}
+NEUTRAL = np.array([0, 0, 0, 1, 0], np.float32)  # greedy, without truncation and log-probabilities
 MOST_K = 1 << 24  # the largest top_k; float32 holds all whole numbers up to it
 
 
@@ -39,12 +41,14 @@ class RowState:
         self.block_table = column(groups, rows + 1, blocks)
         self.position = column(rows + 1)  # of the token that a captured step runs next
         self.seed = column(rows + 1, dtype=torch.int64)
-        self.parameters = column(rows + 1, 4, dtype=torch.float32)  # temperature, min_p, top_k, top_p
+        self.parameters = column(rows + 1, 5, dtype=torch.float32)  # temperature, min_p, top_k, top_p, scored
         self.padding = rows
-        # On the host: captured steps write each row's newest tokens here, at their positions modulo the ring's size.
-        self.arrived = torch.zeros((rows + 1, MOST_AHEAD + 1), dtype=torch.int32)
-        if device.type == "cuda":
-            self.arrived = self.arrived.pin_memory()  # so that kernels can write to it
+        # On the host: captured steps write each row's newest tokens here, at their positions modulo the ring's size,
+        # and their log-probabilities (see `kernels.sampling.scored_sample`).
+        self.arrived = self._on_host(rows + 1, MOST_AHEAD + 1, dtype=torch.int32)
+        scores = rows + 1, MOST_AHEAD + 1, MAX_LOGPROBS + 1
+        self.arrived_ids = self._on_host(*scores, dtype=torch.int32)
+        self.arrived_scores = self._on_host(*scores, dtype=torch.float32)
 
         self.sampling = SamplingColumns(rows)
         self.prompt_length = np.zeros(rows, np.int64)
@@ -86,7 +90,21 @@ class RowState:
         seeds = np.array([new.seed for new in new_rows])
         rows, seeds_sent = self.send(np.array([new.row for new in new_rows]), seeds)
         self.seed[rows] = seeds_sent
-        self.parameters[rows] = self.to_device(self.sampling.of([new.row for new in new_rows]))
+        self.parameters[rows] = self.to_device(self._parameters([new.row for new in new_rows]))
+
+    def _parameters(self, rows: Sequence[int]) -> np.ndarray:
+        """The columns of `parameters` for these rows: [n, 5] float32.
+
+        Rows whose logits are adjusted get no token from a captured step: they have the neutral values.
+        """
+        at = np.array(rows)
+        found = np.concatenate([self.sampling.of(rows), self.logprobs[at, None] + 1], axis=1, dtype=np.float32)
+        return np.where(self.sampling.general[at, None], NEUTRAL, found)
+
+    def _on_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory on the host that kernels can write to."""
+        made = torch.zeros(shape, dtype=dtype)
+        return made.pin_memory() if self.device.type == "cuda" else made
 
     def store(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> Tensor:
         """Write each row's new token [n] to its position in the row. Returns them as the next step's inputs.
@@ -102,6 +120,11 @@ class RowState:
     def read(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Tokens [n] int64 that a captured step wrote to these positions of the rows; on a GPU, after it has run."""
         return self.arrived.numpy()[rows, positions % self.arrived.shape[1]].astype(np.int64)
+
+    def read_scores(self, rows: np.ndarray, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and log-probabilities, [n, count], that a captured step wrote with these tokens."""
+        places = positions % self.arrived.shape[1]
+        return self.arrived_ids.numpy()[rows, places, :count], self.arrived_scores.numpy()[rows, places, :count]
 
     def keep_tokens(self, count: int) -> None:
         """Make room for one token after the first `count` tokens of a row. Only streams outgrow a row."""
@@ -135,6 +158,7 @@ class SamplingColumns:
         self.masks = [np.zeros((0, 0), np.uint8)] * rows  # the tokens that it allows next, and after each draft
         self.masked_from = np.zeros(rows, np.int64)  # the position of the token that the first of these masks is for
         self.general = np.zeros(rows, bool)  # rows whose logits are adjusted before they are sampled
+        self.hides = np.zeros(rows, bool)  # those in which tokens may be forbidden
         self.shaping = {name: np.zeros(rows) for name in PENALTIES | TRUNCATION}
 
     def fill(self, new: NewRow) -> None:
@@ -149,9 +173,11 @@ class SamplingColumns:
         self.biased[row] = bool(bias)
         self.masked[row] = params.grammar is not None
         self.general[row] = params.adjusts_logits
+        self.hides[row] = params.grammar is not None or params.min_tokens > 0
         greedy = TRUNCATION if params.temperature == 0 else {}  # truncation leaves the likeliest token
         for name, column in self.shaping.items():
             column[row] = greedy.get(name, min(getattr(params, name), MOST_K))
+        self.shaping["top_k"][row] = max(self.shaping["top_k"][row], 0)  # -1 means none, too
 
     def of(self, rows: Sequence[int]) -> np.ndarray:
         """The temperature, min_p, top_k and top_p of each row: [n, 4] float32."""

@@ -15,6 +15,9 @@ pytestmark = pytest.mark.explore
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+PARAMETERS = ("temperature", "min_p", "top_k", "top_p", "scored")
+
+
 def state(rows: int = 6, longest: int = 40, blocks: int = 10, groups: int = 2) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     random = lambda high, *size, dtype: torch.randint(0, high, size, generator=generator).to(dtype).to(DEVICE)  # noqa: E731
@@ -24,7 +27,7 @@ def state(rows: int = 6, longest: int = 40, blocks: int = 10, groups: int = 2) -
         "tokens": random(1000, rows + 1, longest, dtype=torch.int32),
         "table": random(500, groups, rows + 1, blocks, dtype=torch.int32),
         "seed": torch.from_numpy(seeds).to(DEVICE),
-        "parameters": torch.rand(rows + 1, 4, generator=generator).mul(9).round().to(DEVICE),
+        "parameters": torch.rand(rows + 1, 5, generator=generator).mul(9).round().to(DEVICE),
     }
 
 
@@ -41,8 +44,16 @@ def test_prepare_looks_up_each_rows_next_step():
         for group in range(2):
             assert found["slots"][group, i] == given["table"][group, row, position // 4] * 4 + position % 4
             assert found["table"][group, i].tolist() == given["table"][group, row, :9].tolist()
-        sampling = [found[name][i] for name in ("temperature", "min_p", "top_k", "top_p")]
-        assert sampling == given["parameters"][row].tolist() and found["top_k"].dtype == torch.int32
+        assert [found[name][i] for name in PARAMETERS] == given["parameters"][row].tolist()
+    assert found["top_k"].dtype == found["scored"].dtype == torch.int32
+
+
+def test_rows_that_sample_nothing_have_the_parameters_of_padding():
+    given, rows, sampling = state(), torch.tensor([4, 0], device=DEVICE), torch.tensor([6, 0], device=DEVICE)
+    found = decode_step.prepare(rows, **given, block_size=4, width=9, sampling=sampling)
+    assert found["lengths"][0] == given["position"][4] + 1
+    for i, row in enumerate((6, 0)):
+        assert [found[name][i] for name in PARAMETERS] == given["parameters"][row].tolist()
 
 
 def test_prepare_draws_the_samplers_own_random_numbers():
@@ -73,3 +84,25 @@ def test_advance_writes_the_tokens_back_and_leaves_other_rows_unchanged():
     for row, token in ((5, 11), (1, 13)):
         on_host[row, int(moved[row]) % 4] = token
     assert torch.equal(arrived, on_host)
+
+
+def test_advance_writes_as_many_log_probabilities_to_the_host_as_a_row_has():
+    given, rows, most = state(), torch.tensor([5, 6, 1], device=DEVICE), 3
+    sampled, out = torch.tensor([11, 12, 13], device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    on_host = [torch.full((7, 4), -7, dtype=torch.int32)]
+    on_host += [torch.full((7, 4, most), -7, dtype=dtype) for dtype in (torch.int32, torch.float32)]
+    if DEVICE == "cuda":
+        on_host = [each.pin_memory() for each in on_host]
+    count = torch.tensor([2, 3, 0], dtype=torch.int32, device=DEVICE)
+    ids = torch.arange(9, dtype=torch.int32, device=DEVICE).reshape(3, most)
+    found = decode_step.Scores(count, ids, ids / 4)
+    position = given["position"].clone()
+    decode_step.advance(rows, sampled, position, given["tokens"], out, on_host[0], found, tuple(on_host[1:]))
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    place = int(position[5]) % 4
+    assert on_host[0][5, place] == 11
+    assert on_host[1][5, place].tolist() == [0, 1, -7] and on_host[2][5, place].tolist() == [0.0, 0.25, -7.0]
+    for each in on_host[1:]:
+        each[5, place] = -7
+        assert (each == -7).all(), "neither padding nor a row that asks for none"

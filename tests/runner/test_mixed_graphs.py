@@ -124,6 +124,7 @@ SAMPLING_OPTIONS = [
     {"top_p": 0.5, "temperature": 1.0},
     {"logit_bias": {3: 9.0}},
     {"top_k": 3, "temperature": 2.0, "logprobs": 1},
+    {"logprobs": 0, "repetition_penalty": 1.5},
 ]
 
 
@@ -138,8 +139,8 @@ def test_requests_on_the_general_sampling_path_still_run_in_graphs(llm, option):
 def test_each_row_of_a_graph_gets_its_own_sampling_parameters(llm, directory):
     """The rows' parameters differ, so a result at the wrong row would be detected."""
     drawn = [
-        ([5, 6, 7 + i], SamplingParams(**PLAIN | {"max_tokens": 4, "seed": i} | SAMPLING_OPTIONS[i % 6]))
-        for i in range(12)
+        ([5, 6, 7 + i], SamplingParams(**PLAIN | {"max_tokens": 4, "seed": i} | SAMPLING_OPTIONS[i % 7]))
+        for i in range(14)
     ]
     with LLM(directory, enforce_eager=True, **OPTIONS) as eager:
         assert eager.engine.executor.runner.graphs is None

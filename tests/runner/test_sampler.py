@@ -96,7 +96,7 @@ def test_greedy_requests_are_not_truncated(monkeypatch):
     """What the likeliest token is does not depend on it, and ranking a vocabulary takes long."""
     state, seen = rows(2), []
     state.sampling.fill(new_row(0, SamplingParams(temperature=0, top_p=0.5, top_k=2, min_p=0.1), 0))
-    state.sampling.fill(new_row(1, SamplingParams(), 0))
+    state.sampling.fill(new_row(1, SamplingParams(top_k=-1), 0))
     own = ops.on("cpu").sample
     monkeypatch.setattr(ops.on("cpu"), "sample", lambda *given: seen.append(given[3]) or own(*given))
     logits = torch.tensor(LOGITS).expand(2, -1).contiguous()

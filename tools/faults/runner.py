@@ -22,8 +22,8 @@ FAULTS = (
     Fault(
         "presence and frequency penalties count prompt tokens",
         SAMPLER,
-        "output = ((place >= prompt[:, None]) & (place",
-        "output = ((place >= 0) & (place",
+        "output = (place >= prompt[:, None]) & (place",
+        "output = (place >= 0) & (place",
         "tests/runner/test_sampler.py -k 'distribution and presence_penalty'",
     ),
     Fault(
