@@ -14,6 +14,7 @@ from . import fleet
 from .fleet import AGAIN, NO_MORE, ServerFailed, Workers
 
 log = logging.getLogger(__name__)
+ENGINE = "minillm.server.engine_side.engine_process"  # the module that an engine's process runs
 TICK = 1.0  # seconds between two looks at the engine's reports
 RETRY = 1.0  # seconds before an engine that failed to start is started again; doubled each time
 RETRIES = 5
@@ -84,7 +85,7 @@ class Supervisor:
     def _launch(self) -> None:
         """Start the engine's process, with the lock held. Raises OSError."""
         self._why, self._began = None, time.monotonic()
-        self.engine = child = Child("minillm.server.engine_side.engine_process", {"options": self._options})
+        self.engine = child = Child(ENGINE, {"options": self._options})
         child.control.listen(lambda message: self._told(child, message), lambda: self._gone(child))
 
     # ---- on the thread that reads the engine's control socket
