@@ -25,7 +25,7 @@ import triton.language as tl
 from .arguments import CodeMatrix, is_compiled
 from .cache_codes import of_words, to_codes, to_numbers
 from .quantized_inputs import has_fp8
-from .single_row_parts import RowsConfig, activated, dependent_launch, processors, wait_for_inputs
+from .single_row_parts import RowsConfig, activated, capped, dependent_launch, normed, processors, wait_for_inputs
 
 LARGEST = tl.constexpr(448.0)
 
@@ -113,9 +113,11 @@ def two_sums(one, two, other_one, other_two):
 
 @triton.jit
 def fp8_rows_kernel(
-    x_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, scale_ptr, input_scale_ptr, out_ptr, eps, ROWS,
+    x_ptr, post_norm_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, bias_ptr, scale_ptr, input_scale_ptr, out_ptr,
+    eps, ROWS,
     COLUMNS: tl.constexpr, QUADS: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, ROUND: tl.constexpr, DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, SOFT_CAP: tl.constexpr, ROUND: tl.constexpr, DEPENDENT: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's.
 
@@ -135,6 +137,8 @@ def fp8_rows_kernel(
     if GATED:
         up = tl.load(at + ROWS * WORDS, mask=mask, other=0, eviction_policy="evict_first")
         up_scale = tl.load(scale_ptr + ROWS + rows, mask=rows < ROWS, other=0.0)
+    if post_norm_ptr is not None:
+        post_norm = tl.load(post_norm_ptr + columns, mask=real, other=0.0)
     if ADD:  # written before the previous kernel started
         residual = tl.load(residual_ptr + columns, mask=real, other=0.0).to(tl.float32)
     if NORM:
@@ -142,6 +146,8 @@ def fp8_rows_kernel(
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=real, other=0.0).to(tl.float32)
+    if post_norm_ptr is not None:
+        x = normed(x, post_norm, eps, COLUMNS).to(kind).to(tl.float32)
     if ADD:
         total = (x + residual).to(kind)
         if program == 0:
@@ -182,12 +188,18 @@ def fp8_rows_kernel(
         if GATED:
             y_up = quad_products(up, x, pairs, QUADS, COMPILED)
             y, y_up = tl.reduce((y, y_up), 1, two_sums)
-            y = activated(y * (scale * unit), GELU) * (y_up * (up_scale * unit))
+            y, y_up = y * (scale * unit), y_up * (up_scale * unit)
+            if bias_ptr is not None:
+                y += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+                y_up += tl.load(bias_ptr + ROWS + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+            y = activated(y, GELU) * y_up
             up, up_scale = next_up, next_up_scale
         else:
             y = tl.sum(y, 1) * (scale * unit)
+            if bias_ptr is not None:
+                y += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
         weight, scale = next_weight, next_scale
-        tl.store(out_ptr + rows, y.to(kind), mask=rows < ROWS)
+        tl.store(out_ptr + rows, capped(y, SOFT_CAP).to(kind), mask=rows < ROWS)
 
 
 def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -200,12 +212,15 @@ def product(
     x: torch.Tensor,
     matrix: CodeMatrix,
     *,
+    bias: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    post_norm: torch.Tensor | None = None,
     activation: str | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(matrix f(x) [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 11.
+    """(matrix f(x) + bias [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 11.
 
     The arguments are those of `single_row.product`.
     """
@@ -218,10 +233,10 @@ def product(
     if not is_compiled(x):
         config = RowsConfig(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
     fp8_rows_kernel[(config.programs,)](
-        x, residual, total, norm, matrix.words, matrix.scales, matrix.input_scale, out, eps, rows,
+        x, post_norm, residual, total, norm, matrix.words, bias, matrix.scales, matrix.input_scale, out, eps, rows,
         COLUMNS=columns, QUADS=quads, TILE=config.tile, NORM=norm is not None, ADD=residual is not None,
-        GATED=activation is not None, GELU=activation == "gelu_tanh", ROUND=matrix.rounded_inputs,
-        COMPILED=is_compiled(x), num_warps=config.warps, **dependent,
+        GATED=activation is not None, GELU=activation == "gelu_tanh", SOFT_CAP=soft_cap or 0.0,
+        ROUND=matrix.rounded_inputs, COMPILED=is_compiled(x), num_warps=config.warps, **dependent,
     )  # fmt: skip
     return out, total
 

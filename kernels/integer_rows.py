@@ -26,7 +26,7 @@ import triton.language as tl
 
 from .arguments import CodeMatrix, is_compiled
 from .quantized_inputs import magnitude, to_even
-from .single_row_parts import RowsConfig, activated, dependent_launch, processors, wait_for_inputs
+from .single_row_parts import RowsConfig, activated, capped, dependent_launch, normed, processors, wait_for_inputs
 
 GROUP = 32  # int4 groups must be multiples of this: a quad has one scale
 ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: the float32 numbers near it are integers
@@ -152,10 +152,11 @@ def tile_product(
 
 @triton.jit
 def integer_rows_kernel(
-    x_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, scale_ptr, zero_ptr, input_scale_ptr, out_ptr, eps, ROWS,
+    x_ptr, post_norm_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, bias_ptr, scale_ptr, zero_ptr, input_scale_ptr,
+    out_ptr, eps, ROWS,
     COLUMNS: tl.constexpr, BITS: tl.constexpr, QUADS: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
-    NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, ZEROS: tl.constexpr,
-    DIGITS: tl.constexpr, DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ZEROS: tl.constexpr, DIGITS: tl.constexpr, DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's.
 
@@ -181,6 +182,8 @@ def integer_rows_kernel(
             up_zero_ptr += ROWS * GROUPS
         up = tl.load(at + ROWS * WORDS, mask=mask, other=0, eviction_policy="evict_first")
         up_scale, up_zero = tile_scales(up_scale_ptr, up_zero_ptr, rows, quads, ROWS, BITS, QUAD_COUNT, GROUPS, ZEROS)
+    if post_norm_ptr is not None:
+        post_norm = tl.load(post_norm_ptr + columns, mask=real, other=0.0)
     if ADD:  # written before the previous kernel started
         residual = tl.load(residual_ptr + columns, mask=real, other=0.0).to(tl.float32)
     if NORM:
@@ -188,6 +191,8 @@ def integer_rows_kernel(
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=real, other=0.0).to(tl.float32)
+    if post_norm_ptr is not None:
+        x = normed(x, post_norm, eps, COLUMNS).to(kind).to(tl.float32)
     if ADD:
         total = (x + residual).to(kind)
         if program == 0:
@@ -241,13 +246,17 @@ def integer_rows_kernel(
             weight, scale, zero, even0, odd0, even1, odd1, even2, odd2, sums, unit, BITS, ZEROS, DIGITS, COMPILED
         )
         weight, scale, zero = next_weight, next_scale, next_zero
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
         if GATED:
             factor = inverse * tile_product(
                 up, up_scale, up_zero, even0, odd0, even1, odd1, even2, odd2, sums, unit, BITS, ZEROS, DIGITS, COMPILED
             )
             up, up_scale, up_zero = next_up, next_up_scale, next_up_zero
+            if bias_ptr is not None:
+                factor += tl.load(bias_ptr + ROWS + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
             y = activated(y, GELU) * factor
-        tl.store(out_ptr + rows, y.to(kind), mask=rows < ROWS)
+        tl.store(out_ptr + rows, capped(y, SOFT_CAP).to(kind), mask=rows < ROWS)
 
 
 def takes(columns: int, bits: int, group: int) -> bool:
@@ -259,12 +268,15 @@ def product(
     x: torch.Tensor,
     matrix: CodeMatrix,
     *,
+    bias: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    post_norm: torch.Tensor | None = None,
     activation: str | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(matrix f(x) [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 11.
+    """(matrix f(x) + bias [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 11.
 
     The arguments are those of `single_row.product`.
     """
@@ -279,10 +291,11 @@ def product(
         config = RowsConfig(2, 32, 4)  # each interpreted operation takes microseconds, for 32 rows as for one
     digits = 1 if matrix.rounded_inputs else 3 if x.dtype == torch.float32 else 2
     integer_rows_kernel[(config.programs,)](
-        x, residual, total, norm, matrix.words, matrix.scales, matrix.zeros, matrix.input_scale, out, eps, rows,
+        x, post_norm, residual, total, norm, matrix.words, bias, matrix.scales, matrix.zeros, matrix.input_scale, out,
+        eps, rows,
         COLUMNS=columns, BITS=bits, QUADS=quads, GROUPS=1 if bits == 8 else matrix.scales.shape[1], TILE=config.tile,
         NORM=norm is not None, ADD=residual is not None, GATED=activation is not None,
-        GELU=activation == "gelu_tanh", ZEROS=matrix.zeros is not None, DIGITS=digits,
+        GELU=activation == "gelu_tanh", SOFT_CAP=soft_cap or 0.0, ZEROS=matrix.zeros is not None, DIGITS=digits,
         COMPILED=is_compiled(x), num_warps=config.warps, **dependent,
     )  # fmt: skip
     return out, total

@@ -23,6 +23,20 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
+def normed(x, weight, eps, COLUMNS: tl.constexpr):
+    """x, of any shape and zero beyond its COLUMNS numbers, scaled to a root mean square of 1, times weight."""
+    return x * tl.rsqrt(tl.sum(x * x) / COLUMNS + eps) * weight
+
+
+@triton.jit
+def capped(x, SOFT_CAP: tl.constexpr):
+    """SOFT_CAP * tanh(x / SOFT_CAP); x if SOFT_CAP is 0."""
+    if SOFT_CAP > 0:
+        x = SOFT_CAP * (2.0 * tl.sigmoid(x * (2.0 / SOFT_CAP)) - 1.0)
+    return x
+
+
+@triton.jit
 def activated(gate, GELU: tl.constexpr):
     """gelu_tanh(gate), or silu(gate)."""
     slope = 1.0

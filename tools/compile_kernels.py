@@ -232,10 +232,13 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
                 own, paged_attention.gathers = paged_attention.gathers, lambda *_: True
                 paged_attention.prefill_attention(q, cache, rows_held, attention)
                 paged_attention.gathers = own
+            norm = torch.zeros(dim)
             qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
             if dtype == torch.bfloat16:  # in others it needs as little shared memory
                 attend = single_row.RowAttention(heads, 1, dim, qkv.device)
-                attend(qkv, turns, cache, table[:1], lengths[:1], 0.1)
+                attend(qkv, turns, cache, table[:1], lengths[:1], AttentionOptions(0.1))
+                capped = AttentionOptions(0.1, window=4096, soft_cap=50.0)
+                attend(qkv, turns, cache, table[:1], lengths[:1], capped, q_norm=norm, k_norm=norm, eps=1e-6)
     finally:
         triton.runtime.JITFunction.run = run
     return compiled

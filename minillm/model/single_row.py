@@ -13,7 +13,6 @@ from torch import Tensor
 from minillm.kernels import fp8_rows, integer_rows, single_row
 from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.ops.signatures import AttentionOptions
 from minillm.quantization import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, Weight
 
 from .batch import Batch
@@ -43,14 +42,11 @@ class SingleRow:
 
     @staticmethod
     def fits(model: Model) -> bool:
-        """Whether the fused kernels support a model: Gemma, Llama 2 and 3, and models with the same parts."""
+        """Whether the fused kernels support a model's sizes and the formats of its weights."""
         shape = model.config
         return (
             model.parallel.size == 1
-            and set(model.layer_norms) == {"attention_norm", "mlp_norm"}
             and all(_fits(weight, model.device) for weight in model.weights())
-            and all(layer.attention == AttentionOptions(layer.attention.scale) for layer in model.layers)
-            and shape.final_soft_cap is None
             and not shape.rotations
             and shape.hidden_size <= single_row.WHOLE
             and 16 <= shape.head_dim <= 256
@@ -68,17 +64,30 @@ class SingleRow:
         eps, activation = model.config.rms_norm_eps, model.config.activation
         x = model.ops.embedding(batch.token_ids, model.embedding, model.embedding_scale)
         residual: Tensor | None = None  # the first layer has none to add
+        post_norm: Tensor | None = None  # of the layer before
         for layer, matrices, cache in zip(model.layers, self.matrices, caches, strict=True):
-            qkv, total = _product(x, matrices.qkv, norm=layer.attention_norm, eps=eps, residual=residual)
+            qkv, total = _product(
+                x, matrices.qkv, bias=layer.qkv.bias, norm=layer.attention_norm, eps=eps, residual=residual,
+                post_norm=post_norm,
+            )  # fmt: skip
             residual = x if total is None else total
             rows = batch.decode[layer.group]
-            x = self.attend(qkv, model.rotary, cache, rows.block_table, rows.lengths, layer.attention.scale)
-            x, _ = _product(x, matrices.attention_out)
+            rotary = model.local_rotary if layer.local and model.local_rotary is not None else model.rotary
+            x = self.attend(
+                qkv, rotary, cache, rows.block_table, rows.lengths, layer.attention,
+                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps,
+            )  # fmt: skip
+            x, _ = _product(x, matrices.attention_out, bias=layer.attention_out.bias)
             x, residual = _product(
-                x, matrices.gate_up, norm=layer.mlp_norm, eps=eps, residual=residual, activation=activation
-            )
-            x, _ = _product(x, matrices.down)
-        logits, _ = _product(x, self.head, norm=model.final_norm, eps=eps, residual=residual)
+                x, matrices.gate_up, bias=layer.gate_up.bias, norm=layer.mlp_norm, eps=eps, residual=residual,
+                post_norm=layer.after_attention_norm, activation=activation,
+            )  # fmt: skip
+            x, _ = _product(x, matrices.down, bias=layer.down.bias)
+            post_norm = layer.after_mlp_norm
+        logits, _ = _product(
+            x, self.head, norm=model.final_norm, eps=eps, residual=residual, post_norm=post_norm,
+            soft_cap=model.config.final_soft_cap,
+        )  # fmt: skip
         return logits
 
 
@@ -94,9 +103,7 @@ def _matrix(weight: Weight) -> Matrix:
 
 
 def _fits(weight: Weight, device: torch.device) -> bool:
-    """Whether the kernels read a weight: dense, int8, fp8, or int4 in the order of its inputs; without a bias."""
-    if weight.bias is not None:
-        return False
+    """Whether the kernels read a weight: dense, int8, fp8, or int4 in the order of its inputs."""
     columns = weight.shape[1]
     inputs = None if weight.activations is None else weight.activations.kind
     if isinstance(weight, Int8Weight):

@@ -727,8 +727,8 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 # * Compare only settings that differ in one thing. Graphs for decode steps and the fused step are two effects.
 #
 # **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time and memory to capture, need
-# padded batches, and make it hard to look inside a step. The fused step works for exactly one row, for models built
-# like Gemma or Llama, and for weights without bias that are unquantized or in a format that its kernels read.
+# padded batches, and make it hard to look inside a step. The fused step works for exactly one row, and for weights that
+# are unquantized or in a format that its kernels read.
 #
 # **Further reading:** NVIDIA, *CUDA Programming Guide*: "CUDA Graphs" and "Programmatic Dependent Launch and
 # Synchronization"; Gray 2019, *Getting Started with CUDA Graphs*; NVIDIA's TensorRT documentation, "How TensorRT Works"

@@ -250,7 +250,7 @@ def test_one_rows_attention_reads_codes_and_writes_the_new_token(name, heads, kv
     )[:, 0]
     attend = single_row.RowAttention(heads, kv_heads, dim, torch.device(device))
     for _ in range(2):  # the second run uses the workspace as the first left it
-        out = attend(qkv, rotary, cache, table, lengths, 0.2)
+        out = attend(qkv, rotary, cache, table, lengths, AttentionOptions(0.2))
         assert_close("single_row.RowAttention, codes", out.view(1, heads, dim), wanted, dtype, times=2)
     assert same(cache, wanted_cache) or COMPILED  # compiled, the rotation of the two kernels may differ in a last bit
     found, expected = (each.read(table.long()) for each in (cache, wanted_cache))
@@ -335,11 +335,17 @@ def test_products_in_float16_stay_in_its_range(name, scales, splits, rotated, fl
 
 
 @pytest.mark.parametrize(
-    ("tiles", "keys", "queries", "wanted"),
-    [(16, 8192, 65536, True), (1, 8192, 65536, False), (16, 40000, 65536, False)],
+    ("tiles", "keys", "queries", "quantized", "wanted"),
+    [
+        (32, 8192, 65536, False, True),
+        (16, 8192, 65536, False, False),
+        (16, 8192, 65536, True, True),
+        (1, 8192, 65536, True, False),
+        (32, 40000, 65536, True, False),
+    ],
 )
-def test_keys_of_long_prompts_are_gathered_if_the_buffer_is_small(tiles, keys, queries, wanted):
-    assert paged_attention.gathers(tiles, keys, queries) == wanted
+def test_keys_of_long_prompts_are_gathered_if_the_buffer_is_small(tiles, keys, queries, quantized, wanted):
+    assert paged_attention.gathers(tiles, keys, queries, quantized) == wanted
 
 
 def test_kernels_and_cache_agree_on_the_largest_codes():

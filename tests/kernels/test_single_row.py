@@ -88,8 +88,44 @@ def test_rows_too_long_for_registers_are_processed_in_pieces(dtype, device):
         single_row.product(x, weight, norm=torch.ones(columns, device=device))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "length", "dtype"), ATTENTION)
-def test_attention_of_one_row_and_the_key_and_value_it_writes(heads, kv_heads, dim, length, dtype, device):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_biases_a_norm_before_the_sum_and_a_soft_cap_are_fused_into_the_product(activation, dtype, device):
+    x, residual = (random_tensor(1, 48, dtype=dtype, device=device, scale=3.0) for _ in range(2))
+    rows = 42 if activation else 21
+    weight, bias = random_tensor(rows, 48, dtype=dtype, device=device), random_tensor(rows, dtype=dtype, device=device)
+    norm, post_norm = (0.2 + torch.rand(48, device=device) for _ in range(2))
+    out, total = single_row.product(
+        x, weight, bias=bias, norm=norm, eps=1e-2, residual=residual, post_norm=post_norm, activation=activation,
+        soft_cap=1.5,
+    )  # fmt: skip
+    normed, summed = reference.add_rms_norm(reference.rms_norm(x, post_norm, 1e-2), residual, norm, 1e-2)
+    wanted = normed.double() @ weight.double().T + bias.double()
+    if activation:
+        wanted = reference.gated_activation(wanted, activation)
+    assert_close("single_row.product, more parts", out, 1.5 * torch.tanh(wanted / 1.5), dtype)
+    assert_close("single_row.product, more parts", total, summed, dtype)
+
+
+PLAIN = AttentionOptions(0.2)
+# Windows that end within a tile, at its end, and with the row's first key; a soft cap of the scores' size.
+OTHERS = [
+    (heads, kv_heads, dim, length, dtype, AttentionOptions(0.2, window, cap), 1e-2)
+    for heads, kv_heads, dim in SHAPES[: None if COMPILED else 2]
+    for length, window, cap in [(1, 7, 2.0), (129, 100, None), (300, 128, 2.0), (512, 512, None), (300, None, 2.0)]
+    for dtype in DTYPES
+    if COMPILED or (dtype, length) != (DTYPES[1], 512)
+]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "length", "dtype", "options", "eps"),
+    [*((*each, PLAIN, None) for each in ATTENTION), *OTHERS],
+)
+def test_attention_of_one_row_and_the_key_and_value_it_writes(
+    heads, kv_heads, dim, length, dtype, options, eps, device
+):
+    """eps: of the norms of queries and keys; None: there are none."""
     block_size, blocks = 16, -(-length // 16) + 8
     qkv = random_tensor(1, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
     rotary = rotations(length, dim, device).to(dtype)
@@ -98,11 +134,15 @@ def test_attention_of_one_row_and_the_key_and_value_it_writes(heads, kv_heads, d
     lengths = torch.tensor([length], dtype=torch.int32, device=device)
 
     q, k, v = qkv.view(1, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    norms = {}
+    if eps is not None:
+        q_norm, k_norm = (0.2 + torch.rand(dim, device=device) for _ in range(2))
+        q, k = reference.rms_norm(q, q_norm, eps), reference.rms_norm(k, k_norm, eps)
+        norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps}
     q, k = reference.rotary_embedding(q, k, rotary[-1:])
     slot = table[0, (length - 1) // block_size].long() * block_size + (length - 1) % block_size
     wanted_cache = LayerCache(k_cache.clone(), v_cache.clone())
     reference.write_kv(k, v, wanted_cache, slot[None])
-    options = AttentionOptions(0.2)
     wanted = reference.decode_attention(
         q[:, None].double(), double(wanted_cache), Rows.decoding(table, lengths), options
     )[:, 0]
@@ -110,10 +150,12 @@ def test_attention_of_one_row_and_the_key_and_value_it_writes(heads, kv_heads, d
     for cache in (k_cache, v_cache):
         cache.view(-1, kv_heads, dim)[slot] = float("nan")
         cache[table[0, (length + block_size - 1) // block_size :].long()] = float("nan")
+        if options.window:
+            cache[table[0, : max(length - options.window, 0) // block_size].long()] = float("nan")
 
     attend = single_row.RowAttention(heads, kv_heads, dim, torch.device(device))
     for _ in range(2):  # the second run uses the workspace as the first left it
-        out = attend(qkv, rotary, LayerCache(k_cache, v_cache), table, lengths, 0.2)
+        out = attend(qkv, rotary, LayerCache(k_cache, v_cache), table, lengths, options, **norms)
         # rotated queries are rounded too
         assert_close("single_row.RowAttention", out.view(1, heads, dim), wanted, dtype, times=2)
     key, wanted_key = (cache.view(-1, kv_heads, dim)[slot] for cache in (k_cache, wanted_cache.k))
@@ -151,7 +193,8 @@ def test_before_gdc_wait_a_kernel_writes_nothing_and_reads_only_data_two_kernels
     earlier keys, the residual sum of the kernel before the previous one, and the block table, length and angles that
     the step's first kernels looked up.
     """
-    weights = {f"{part}_ptr" for part in ("weight", "scale", "zero", "up_scale", "up_zero", "norm")}
+    parts = ("weight", "bias", "scale", "zero", "up_scale", "up_zero", "norm", "post_norm")
+    weights = {f"{part}_ptr" for part in parts}
     old_enough = weights | {
         "k_ptr",
         "v_ptr",

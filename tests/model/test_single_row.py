@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from minillm.model.decoder import PROJECTIONS
 from minillm.model.loader import load_model
 from minillm.quantization import Recipe
 from tests import models
@@ -16,16 +17,21 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: test_engine_on_gpu.py runs the fused step"
 )
 FITTING = ("gemma-multi-query", "gemma-multi-head-untied", "llama3-tied-head-dim", "mistral-no-window")
+# With norms of queries and keys or of layers' outputs, windows, soft caps, local angles, and biases.
+WITH_MORE_PARTS = (
+    "gemma2-multi-query", "gemma2-grouped-untied", "gemma3-multi-query", "gemma3-grouped-scaled", "qwen3-grouped",
+    "qwen3-sliding-tied",
+)  # fmt: skip
 
 
-def load(name: str, folder, recipe=None):
-    models.make(name).save_pretrained(folder)
+def load(name: str, folder, recipe=None, **changes):
+    models.make(name, **changes).save_pretrained(folder)
     return load_model(folder, dtype="float32", recipe=recipe)
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
-def test_only_models_with_supported_components_fit(name, tmp_path):
-    assert single_row.SingleRow.fits(load(name, tmp_path)) == (name in FITTING)
+def test_models_fit_if_their_head_dim_is_a_power_of_two_from_16(name, tmp_path):
+    assert single_row.SingleRow.fits(load(name, tmp_path)) == (name in FITTING + WITH_MORE_PARTS)
 
 
 INT4 = {"format": "int4", "group_size": 32}
@@ -49,11 +55,28 @@ PARTS = [{"*.down": "int8", "head": "int8"}, {"*": "fp8"}]  # formats that occur
         (FITTING[0], RULES[1]),
         *only_in_proofs(*zip(FITTING[1::2], [{"*": "int8"}, {}], strict=True)),
         *only_in_proofs(*zip(FITTING, [{"*": "int8"}, {}] * 2, strict=True)),
+        *((name, {}) for name in ("gemma2-multi-query", "gemma3-grouped-scaled", "qwen3-sliding-tied")),
+        *only_in_proofs(*((name, {}) for name in ("gemma2-grouped-untied", "gemma3-multi-query", "qwen3-grouped"))),
+        ("gemma2-multi-query", {"*": {"format": "fp8", "activations": "fp8"}}),
+        ("qwen3-sliding-tied", {"*": "int8"}),
         *only_in_proofs(*((FITTING[0], rules) for rules in RULES[:1] + RULES[2:] + PARTS)),
     ],
 )
 def test_logits_keys_and_values_equal_those_of_the_unfused_step(name, rules, tmp_path):
-    model = load(name, tmp_path, Recipe(rules))
+    equal_to_the_unfused_step(load(name, tmp_path, Recipe(rules)))
+
+
+@pytest.mark.parametrize("rules", [{}, *only_in_proofs({"*": "int8"}, {"*": "fp8"})])
+def test_biases_of_all_projections_are_added(rules, tmp_path):
+    """Also that of a down projection with rows too long for registers."""
+    model = load("llama-biases", tmp_path, Recipe(rules), head_dim=16, intermediate_size=4128)
+    layers = [getattr(layer, name) for layer in model.layers for name in PROJECTIONS]
+    assert all(weight.bias is not None and weight.bias.any() for weight in layers)
+    equal_to_the_unfused_step(model)
+
+
+def equal_to_the_unfused_step(model):
+    assert single_row.SingleRow.fits(model)
     paged = Paged(model)
     row = paged.admit()
     paged.forward({}, {row: list(range(5, 45))})

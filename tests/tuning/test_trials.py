@@ -148,7 +148,7 @@ def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, mo
                 if fault == "too large":
                     raise OutOfResources(300_000, 232_448, "shared memory")
                 kernel[grid](*args, **options)
-                args[5].mul_(-1)
+                args[7].mul_(-1)
 
             return run
 
