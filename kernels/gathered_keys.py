@@ -49,16 +49,18 @@ def gather_kernel(
     tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-def gathers(tiles: int, keys: int, queries: int) -> bool:
+def gathers(tiles: int, keys: int, queries: int, quantized: bool = False) -> bool:
     """Whether prefill attention gathers its keys first.
 
-    tiles: programs that read a row's keys. keys, queries: heads of all rows' keys, and of all queries; the buffer for
-    keys and values is at most as large as q, without the zeros.
+    tiles: of 128 queries and heads, which read a row's keys. keys, queries: heads of all rows' keys, and of all
+    queries; the buffer for keys and values is at most as large as q, without the zeros. quantized: gathering also saves
+    conversions.
     """
-    return tiles >= LEAST_TILES and 2 * keys <= queries
+    return tiles >= (LEAST_TILES_OF_CODES if quantized else LEAST_TILES) and 2 * keys <= queries
 
 
-LEAST_TILES = 8
+LEAST_TILES = 24
+LEAST_TILES_OF_CODES = 8
 
 
 def gather(

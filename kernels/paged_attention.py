@@ -18,7 +18,8 @@ Tiling:
   at full speed, so several programs share the keys of a row, and a second, small kernel adds up their outputs, each
   weighted by its share of the softmax's sum.
 - **Prefill tiles the queries too**: a key tile is loaded once for a tile of queries, up to the diagonal. The last
-  queries see the most keys, so they start first.
+  queries see the most keys, so they start first. Most tiles of keys are seen by all queries of a tile: those are
+  computed without a mask.
 
 A quantized cache (lesson 08) holds codes, and a scale for each token and head. Products multiply the codes, which
 float16 holds exactly; a key's scale multiplies its scores and a value's scale its softmax weights, which are far fewer
@@ -45,7 +46,7 @@ import triton
 import triton.language as tl
 
 from . import launch_configs
-from .arguments import AttentionArguments, Cache, RowArguments, check_strides
+from .arguments import AttentionArguments, Cache, RowArguments, check_strides, is_compiled
 from .cache_codes import of_words, product_type, stored, to_numbers
 from .gathered_keys import gather, gathers
 
@@ -67,24 +68,39 @@ def _rotated(k, k_at, cos_sin_ptr, keys, dims, present, DIM: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x, FAST: tl.constexpr):
+    """FAST: with the GPU's instruction, whose error is 2^-11 of the result, as that of bfloat16's weights."""
+    if FAST:
+        found = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        found = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    return found
+
+
+@triton.jit
 def _attend(
-    q, positions, first, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cos_sin_ptr, scale,
-    block_stride, slot_stride, scale_stride, row, column,
+    q, positions, first, last, seen_first, seen_last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cos_sin_ptr,
+    scale, block_stride, slot_stride, scale_stride, row, column,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr, PHASES: tl.constexpr, LARGE: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """q [ROWS, DIM] against keys first..last-1 -> (output * total, maximum, total), exponents in base 2.
 
     Without a table, k_ptr and v_ptr are descriptors of gathered keys and values, which begin at (row, column). PRODUCT:
-    the type of the products' operands.
+    the type of the products' operands. All rows see the keys seen_first..seen_last-1: PHASES 1 masks their tiles too,
+    2 does not, 3 is for a window. LARGE: 32 bits cannot count the cache's numbers. FAST: see `_tanh`.
     """
-    dims = tl.arange(0, DIM)
+    dims, offsets = tl.arange(0, DIM), tl.arange(0, KEYS)
+    ALIGNED: tl.constexpr = WINDOW == 0 and KEYS % BLOCK_SIZE == 0  # tiles begin with a block
     if k_scale_ptr is not None:  # float16 has a smaller range than bfloat16: divide q by its largest number
         q = q.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-30)
         q, scale = q / largest[:, None], (scale * largest)[:, None]
     q = q.to(PRODUCT)
-    unit = LOG2E if SOFT_CAP > 0 else scale * LOG2E  # of scores, for exponents in base 2
+    unit = SOFT_CAP * LOG2E if SOFT_CAP > 0 else scale * LOG2E  # of scores, for exponents in base 2
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     words: tl.constexpr = v_scale_ptr is not None and v_ptr.dtype.element_ty == tl.int32
@@ -94,58 +110,76 @@ def _attend(
         out_b, out_c, out_d = out_a, out_a, out_a
     else:
         out = tl.zeros([ROWS, DIM], tl.float32)
-    for start in range(first, last, KEYS):
-        keys = start + tl.arange(0, KEYS)
-        present = keys < last
-        if table_ptr is not None:
-            block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-            slots = block * block_stride + (keys % BLOCK_SIZE) * slot_stride
-            at = slots[:, None] + dims[None, :]
-            k = to_numbers(tl.load(k_ptr + at, mask=present[:, None], other=0), PRODUCT)
-            if cos_sin_ptr is not None:
-                k = _rotated(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
-        else:
-            k = k_ptr.load([row + start, column]).to(PRODUCT)
-        # "ieee" keeps float32 products exact: the default, tf32, has a mantissa of 10 bits.
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if k_scale_ptr is not None:
-            scale_at = (block * BLOCK_SIZE + keys % BLOCK_SIZE) * scale_stride
-            scores = scores * tl.load(k_scale_ptr + scale_at, mask=present, other=0.0)[None, :]
-        if SOFT_CAP > 0:
-            scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (scale * (2.0 / SOFT_CAP))) - 1.0)  # tanh
-        visible = keys[None, :] <= positions[:, None]  # no key after the last: a tile that has some ends at a position
-        if WINDOW > 0:
-            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        if v_scale_ptr is not None:  # weights times their values' scales are at most 2^LOG2_WEIGHT
-            v_scale = tl.load(v_scale_ptr + scale_at, mask=present, other=0.0)
-            exponent = tl.maximum(v_scale, 1e-20).to(tl.int32, bitcast=True) >> 23  # v_scale < 2^(exponent - 126)
-            bounds = scores * unit + (exponent - (126 + LOG2_WEIGHT)).to(tl.float32)[None, :]
-            new_maximum = tl.maximum(maximum, tl.max(bounds, 1))
-        else:
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * unit)
-        # A query that has seen no key yet has maximum -inf, and -inf - -inf is not a number.
-        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores * unit - shift[:, None])
-        rescale = tl.exp2(maximum - shift)
-        total = total * rescale + tl.sum(weights, 1)
-        maximum = new_maximum
-        if v_scale_ptr is not None:
-            weights = weights * v_scale[None, :]
-        weights = weights.to(PRODUCT)
-        if words:
-            four = tl.load(v_ptr + slots[:, None] // 4 + quarter[None, :], mask=present[:, None], other=0)
-            a, b, c, d = of_words(four, PRODUCT, k_ptr.dtype.element_ty)
-            out_a = out_a * rescale[:, None] + tl.dot(weights, a, input_precision="ieee")
-            out_b = out_b * rescale[:, None] + tl.dot(weights, b, input_precision="ieee")
-            out_c = out_c * rescale[:, None] + tl.dot(weights, c, input_precision="ieee")
-            out_d = out_d * rescale[:, None] + tl.dot(weights, d, input_precision="ieee")
-        else:
+    unmasked = first + tl.cdiv(tl.maximum(seen_first - first, 0), KEYS) * KEYS
+    masked = tl.minimum(unmasked + tl.maximum(seen_last - unmasked, 0) // KEYS * KEYS, last)
+    begin = first
+    for phase in tl.static_range(3 - PHASES, 3):
+        end = last
+        if phase == 0:
+            end = tl.minimum(unmasked, last)
+        elif phase == 1:
+            end = masked
+        for start in range(begin, end, KEYS):
+            keys = start + offsets
+            present = keys < last
             if table_ptr is not None:
-                v = to_numbers(tl.load(v_ptr + at, mask=present[:, None], other=0), PRODUCT)
+                if ALIGNED:
+                    block = tl.load(table_ptr + start // BLOCK_SIZE + offsets // BLOCK_SIZE, mask=present, other=0)
+                    within = offsets % BLOCK_SIZE
+                else:
+                    block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0)
+                    within = keys % BLOCK_SIZE
+                if LARGE:
+                    block = block.to(tl.int64)
+                slots = block * block_stride + within * slot_stride
+                at = slots[:, None] + dims[None, :]
+                k = to_numbers(tl.load(k_ptr + at, mask=present[:, None], other=0), PRODUCT)
+                if cos_sin_ptr is not None:
+                    k = _rotated(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
             else:
-                v = v_ptr.load([row + start, column]).to(PRODUCT)
-            out = out * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
+                k = k_ptr.load([row + start, column]).to(PRODUCT)
+            # "ieee" keeps float32 products exact: the default, tf32, has a mantissa of 10 bits.
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if k_scale_ptr is not None:
+                scale_at = (block * BLOCK_SIZE + within) * scale_stride
+                scores = scores * tl.load(k_scale_ptr + scale_at, mask=present, other=0.0)[None, :]
+            if SOFT_CAP > 0:
+                scores = _tanh(scores * (scale / SOFT_CAP), FAST)
+            if phase != 1:  # no key after the last is visible: a tile that has some ends at a position
+                visible = keys[None, :] <= positions[:, None]
+                if WINDOW > 0:
+                    visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+                scores = tl.where(visible, scores, float("-inf"))
+            if v_scale_ptr is not None:  # weights times their values' scales are at most 2^LOG2_WEIGHT
+                v_scale = tl.load(v_scale_ptr + scale_at, mask=present, other=0.0)
+                exponent = tl.maximum(v_scale, 1e-20).to(tl.int32, bitcast=True) >> 23  # v_scale < 2^(exponent - 126)
+                bounds = scores * unit + (exponent - (126 + LOG2_WEIGHT)).to(tl.float32)[None, :]
+                new_maximum = tl.maximum(maximum, tl.max(bounds, 1))
+            else:
+                new_maximum = tl.maximum(maximum, tl.max(scores, 1) * unit)
+            # A query that has seen no key yet has maximum -inf, and -inf - -inf is not a number.
+            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = tl.exp2(scores * unit - shift[:, None])
+            rescale = tl.exp2(maximum - shift)
+            total = total * rescale + tl.sum(weights, 1)
+            maximum = new_maximum
+            if v_scale_ptr is not None:
+                weights = weights * v_scale[None, :]
+            weights = weights.to(PRODUCT)
+            if words:
+                four = tl.load(v_ptr + slots[:, None] // 4 + quarter[None, :], mask=present[:, None], other=0)
+                a, b, c, d = of_words(four, PRODUCT, k_ptr.dtype.element_ty)
+                out_a = out_a * rescale[:, None] + tl.dot(weights, a, input_precision="ieee")
+                out_b = out_b * rescale[:, None] + tl.dot(weights, b, input_precision="ieee")
+                out_c = out_c * rescale[:, None] + tl.dot(weights, c, input_precision="ieee")
+                out_d = out_d * rescale[:, None] + tl.dot(weights, d, input_precision="ieee")
+            else:
+                if table_ptr is not None:
+                    v = to_numbers(tl.load(v_ptr + at, mask=present[:, None], other=0), PRODUCT)
+                else:
+                    v = v_ptr.load([row + start, column]).to(PRODUCT)
+                out = out * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
+        begin = end
     if words:
         out = tl.reshape(tl.join(tl.join(out_a, out_c), tl.join(out_b, out_d)), [ROWS, DIM])
     return out, maximum, total
@@ -157,6 +191,7 @@ def decode_kernel(
     table_stride, block_stride, slot_stride, head_stride,
     QUERIES: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr,
+    LARGE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + row)
@@ -178,10 +213,10 @@ def decode_kernel(
     begin = first + split * share
     v_ptr += kv_head * head_stride // (4 if v_ptr.dtype.element_ty == tl.int32 else 1)
     out, maximum, total = _attend(
-        q, positions, begin, tl.minimum(begin + share, length),
+        q, positions, begin, tl.minimum(begin + share, length), 0, 0,
         k_ptr + kv_head * head_stride, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr + row * table_stride, cos_sin_ptr, scale, block_stride, slot_stride, tl.num_programs(1), 0, 0,
-        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT,
+        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 1, LARGE, FAST,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)  # an empty share, or a padding row of length 0: zeros
     at = head * SPLITS + split
@@ -211,10 +246,12 @@ def prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lengths_ptr, query_start_ptr, out_ptr, cos_sin_ptr, scale,
     table_stride, block_stride, slot_stride, head_stride, ROOM,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr, ROWS_LAST: tl.constexpr,
+    LARGE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    TILES: tl.constexpr = 1 if ROWS_LAST else 2  # the axis of the grid
+    tile = tl.num_programs(TILES) - 1 - tl.program_id(TILES)
+    kv_head, kv_heads, row = tl.program_id(0), tl.num_programs(0), tl.program_id(3 - TILES).to(tl.int64)
     start = tl.load(query_start_ptr + row).to(tl.int64)
     queries = (tl.load(query_start_ptr + row + 1) - start).to(tl.int32)
     if tile * ROWS >= queries * GROUP:  # the grid has tiles for the row with the most queries
@@ -224,15 +261,17 @@ def prefill_kernel(
     query = packed // GROUP
     real = query < queries
     positions = length - queries + query
-    head = ((start + query) * tl.num_programs(1) + kv_head) * GROUP + packed % GROUP
+    head = ((start + query) * kv_heads + kv_head) * GROUP + packed % GROUP
     dims = tl.arange(0, DIM)
     at = head[:, None] * DIM + dims[None, :]
     q = tl.load(q_ptr + at, mask=real[:, None], other=0.0)
 
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - queries + tile * ROWS // GROUP - WINDOW + 1, 0)
+    earliest = length - queries + tile * ROWS // GROUP  # the position of the tile's first query
     last = tl.minimum(length - queries + (tile * ROWS + ROWS - 1) // GROUP + 1, length)
+    first, seen_first = 0, 0
+    if WINDOW > 0:
+        first = tl.maximum(earliest - WINDOW + 1, 0)
+        seen_first = last - WINDOW
     if table_ptr is not None:
         table_ptr += row * table_stride
         k_ptr += kv_head * head_stride
@@ -241,9 +280,9 @@ def prefill_kernel(
         k_scale_ptr += kv_head
         v_scale_ptr += kv_head
     out, maximum, total = _attend(
-        q, positions, first, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cos_sin_ptr, scale,
-        block_stride, slot_stride, tl.num_programs(1), (row * ROOM).to(tl.int32), kv_head * DIM,
-        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT,
+        q, positions, first, last, seen_first, earliest + 1, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+        cos_sin_ptr, scale, block_stride, slot_stride, kv_heads, (row * ROOM).to(tl.int32), kv_head * DIM,
+        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 3 if WINDOW > 0 else 2, LARGE, FAST,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)
     tl.store(out_ptr + at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
@@ -287,7 +326,8 @@ def decode_attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options:
         table.stride(0), *k.stride()[:3],
         QUERIES=queries, GROUP=group, SPLITS=splits, ROWS=packed, KEYS=config.keys, DIM=dim, BLOCK_SIZE=block_size,
         WINDOW=window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=product_type(q.dtype, cache.k_scale is not None),
-        num_warps=config.warps, num_stages=1 if rotary is not None else config.stages,
+        LARGE=_is_large(cache), FAST=_has_fast_tanh(q), num_warps=config.warps,
+        num_stages=1 if rotary is not None else config.stages,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(count * queries * heads,)](parts, log_total, out, SPLITS=splits, DIM=dim, num_warps=2)
@@ -309,25 +349,30 @@ def prefill_attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options
     group = heads // kv_heads
     count, width = rows.block_table.shape
     device = _device(q.device)
-    default = prefill_config(dim, q.element_size(), device)
-    tiles = triton.cdiv(rows.max_queries * group, default.rows)
-    if options.rotary is None and gathers(tiles, count * width * block_size * kv_heads, tokens * heads):
+    quantized = cache.k_scale is not None
+    default = prefill_config(dim, q.element_size(), quantized, device)
+    tiles = triton.cdiv(rows.max_queries * group, 128)
+    keys = count * width * block_size * kv_heads
+    if options.rotary is None and gathers(tiles, keys, tokens * heads, quantized):
         default = gathered_config(dim, q.element_size(), tiles * count * kv_heads, device)
         config = launch_configs.tuned("gathered_attention", default, dim=dim, group=group, **_dtypes(q))
         k, v = gather(cache, rows.block_table, rows.lengths, q.dtype, config.keys)
         room = k.shape[0] // count
         k_scale = v_scale = table = None
-        product = product_type(q.dtype)
     else:
         config = launch_configs.tuned("prefill_attention", default, dim=dim, group=group, **_dtypes(q, cache))
         (k, v), room = stored(cache), 0
         k_scale, v_scale, table = cache.k_scale, cache.v_scale, rows.block_table
-        product = product_type(q.dtype, k_scale is not None)
-    prefill_kernel[(triton.cdiv(rows.max_queries * group, config.rows), kv_heads, count)](
+    # Tiles with the most keys run first. Where keys and values of all rows fit in the L2 cache, that holds for all rows
+    # together; else one row follows the other, and their programs read the same keys at the same time.
+    tiles, rows_last = triton.cdiv(rows.max_queries * group, config.rows), 2 * keys * dim * q.element_size() > device.l2
+    prefill_kernel[(kv_heads, tiles, count) if rows_last else (kv_heads, count, tiles)](
         q, k, v, k_scale, v_scale, table, rows.lengths, rows.query_start, out, options.rotary, options.scale,
         rows.block_table.stride(0), *cache.k.stride()[:3], room,
         GROUP=group, ROWS=config.rows, KEYS=config.keys, DIM=dim, BLOCK_SIZE=block_size,
-        WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0, PRODUCT=product,
+        WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0,
+        PRODUCT=product_type(q.dtype, k_scale is not None), ROWS_LAST=rows_last,
+        LARGE=_is_large(cache), FAST=_has_fast_tanh(q),
         num_warps=config.warps, num_stages=1 if options.rotary is not None else config.stages,
     )  # fmt: skip
     return out
@@ -343,6 +388,7 @@ class Device(NamedTuple):
 
     shared_memory: int  # bytes that one program may use
     processors: int
+    l2: int = 16 << 20  # bytes of its L2 cache that keys may take
 
 
 class AttentionConfig(NamedTuple):
@@ -381,12 +427,16 @@ def decode_config(
     return AttentionConfig(packed, max(16, keys * 32 // max(packed, 32)), warps, stages, splits)
 
 
-def prefill_config(dim: int, itemsize: int, device: Device) -> AttentionConfig:
-    """As many query rows per key tile as fit on the chip with their output: the more, the fewer reads of each key."""
+def prefill_config(dim: int, itemsize: int, quantized: bool, device: Device) -> AttentionConfig:
+    """As many query rows per key tile as fit on the chip with their output: the more, the fewer reads of each key.
+
+    Unless heads are short and nothing has to be converted: then two small programs on a processor hide each other's
+    waiting.
+    """
     if itemsize >= 4:  # float32 is for tests: its products do not use the matrix units
         return AttentionConfig(16 if dim > 128 else 32, 16 if dim > 128 else 32, 4, 1)
     if device.shared_memory >= 160 * 1024:
-        return AttentionConfig(128, 64, 8, 2)
+        return AttentionConfig(128, 64, 8, 2) if dim > 128 or quantized else AttentionConfig(64, 64, 4, 2)
     return AttentionConfig(64 if dim > 128 else 128, 32 if dim > 128 else 64, 4 if dim <= 64 else 8, 2)
 
 
@@ -394,7 +444,7 @@ def gathered_config(dim: int, itemsize: int, programs: int, device: Device) -> A
     """As `prefill_config`; smaller tiles for short heads, and if `programs` (of its tiles) leave processors idle."""
     if itemsize < 4 and device.shared_memory >= 160 * 1024 and (dim <= 128 or programs <= device.processors):
         return AttentionConfig(64, 64, 4, 3 if dim <= 128 else 2)
-    return prefill_config(dim, itemsize, device)
+    return prefill_config(dim, itemsize, True, device)
 
 
 def decode_splits(programs: int, longest: int, device: Device) -> int:
@@ -417,7 +467,17 @@ def _device(device: torch.device) -> Device:
         return Device(99 * 1024, 4)
     properties = torch.cuda.get_device_properties(device)
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack the field
-    return Device(shared, properties.multi_processor_count)
+    return Device(shared, properties.multi_processor_count, properties.L2_cache_size // 3)
+
+
+def _is_large(cache: Cache) -> bool:
+    """Whether 32 bits cannot count the cache's numbers."""
+    return cache.k.numel() >= 1 << 31
+
+
+def _has_fast_tanh(q: torch.Tensor) -> bool:
+    """Whether tanh is one instruction (compute capability 7.5), and exact enough for what follows."""
+    return q.element_size() < 4 and is_compiled(q) and torch.cuda.get_device_capability(q.device) >= (7, 5)
 
 
 def _dtypes(q: torch.Tensor, cache: Cache | None = None) -> dict[str, str]:

@@ -549,6 +549,9 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # * A tile can be hidden completely from a row, so $-\infty$ is handled as in exercise 1.
 # * Products take numbers of the type `PRODUCT`: the model's, or float16 where a 16-bit model reads the codes of an
 #   8-bit cache. In float32 models, and in Triton's interpreter, it is float32. Sums have 32 bits.
+# * There are up to three loops, one for each `phase`. All queries of a tile see most of its keys, and a comparison for
+#   each score would take time. So `phase` 1 has no mask: it is for the tiles of keys that all rows see. Phase 2 is for
+#   those at the diagonal, phase 0 for those where a window begins. Decode has only phase 2.
 # * `SOFT_CAP` limits the size of scores in models that need it (Gemma 2).
 # * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
 #   `None`, and Triton compiles nothing for those lines.
@@ -567,9 +570,9 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # * The range of exercise 2 is in keys instead of tiles: `first` is the earliest key itself, not the start of its tile,
 #   and `last` is one past the last key.
 # * The packing is in `query` and `head`, which are computed from `packed`.
-# * `tile = tl.num_programs(0) - 1 - tl.program_id(0)` only affects speed. The last queries have the most keys, so their
-#   programs get the lowest numbers and start first; a long program that started last would keep the rest of the chip
-#   waiting.
+# * `tile = tl.num_programs(TILES) - 1 - tl.program_id(TILES)` only affects speed. The last queries have the most keys,
+#   so their programs get the lowest numbers and start first; a long program that started last would keep the rest of
+#   the chip waiting. If the keys of all rows fit in the GPU's cache, this order holds for all rows together.
 # * In a long prompt, many tiles of queries read the same keys, and would look up the same blocks each time. So another
 #   kernel gathers the keys first (`kernels/gathered_keys.py`): one copy, which many programs read. For short prompts,
 #   or if the copy would take more memory than the queries, `prefill_kernel` reads the keys in place.

@@ -21,7 +21,7 @@ from tests.kernels.compare import DTYPES, assert_close, assert_sampled, double, 
 from tests.proofs import only_in_proofs, pairwise
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
-from minillm.kernels import sampling  # noqa: E402  needs triton
+from minillm.kernels import paged_attention, sampling  # noqa: E402  need triton
 
 pytestmark = [
     pytest.mark.explore,
@@ -163,7 +163,6 @@ def test_decode_attention(heads, kv_heads, dim, block_size, dtype, window, soft_
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_long_rows_are_split_and_combined(window, device, monkeypatch):
-    from minillm.kernels import paged_attention
 
     lengths = [260, 1, 129]  # the last splits of the shorter rows are empty
     cache, table, lengths = paged_cache(lengths, 1, 64, 16, torch.float32, device)
@@ -219,6 +218,35 @@ def test_prefill_attention(heads, kv_heads, dim, block_size, dtype, window, soft
     got = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, max(queries)), options)
     wanted = reference.prefill_attention(q.double(), double(cache), Rows(table, lengths, starts, max(queries)), options)
     assert_close("prefill_attention", got, wanted, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 40, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_of_keys_that_all_queries_see_and_others(window, dtype, device):
+    """A window may begin in the first tile, or after it; prompts and a later chunk."""
+    queries, before = [150, 1, 70], [0, 64, 126]
+    lengths = [a + b for a, b in zip(queries, before, strict=True)]
+    cache, table, lengths = paged_cache(lengths, 2, 32, 16, dtype, device)
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
+    q = random_tensor(sum(queries), 4, 32, dtype=dtype, device=device)
+    rows, options = Rows(table, lengths, starts, max(queries)), AttentionOptions(0.2, window)
+    got = kernels.prefill_attention(q, cache, rows, options)
+    assert_close("prefill_attention", got, reference.prefill_attention(q.double(), double(cache), rows, options), dtype)
+
+
+@pytest.mark.parametrize("rows_last", [True, False])
+@pytest.mark.parametrize("large", [True, False])
+def test_neither_the_order_of_programs_nor_the_width_of_offsets_changes_a_result(large, rows_last, device, monkeypatch):
+    queries = [40, 3, 75]
+    cache, table, lengths = paged_cache(queries, 2, 32, 16, torch.float32, device)
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
+    q = random_tensor(sum(queries), 4, 32, dtype=torch.float32, device=device)
+    given = q, cache, Rows(table, lengths, starts, max(queries)), AttentionOptions(0.2)
+    wanted = kernels.prefill_attention(*given)
+    there = paged_attention._device(q.device)
+    monkeypatch.setattr(paged_attention, "_device", lambda _: there._replace(l2=0 if rows_last else 1 << 30))
+    monkeypatch.setattr(paged_attention, "_is_large", lambda _: large)
+    assert kernels.prefill_attention(*given).equal(wanted)
 
 
 @pytest.mark.parametrize("window", [None, 7])
