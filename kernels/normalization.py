@@ -8,7 +8,8 @@ Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". `weight` alread
 Tiling: one program per row, with the row in registers. The mean needs every element of the row, and a row of a few
 thousand elements fits, so it is read once and written once: the minimum. The fused form also saves writing the sum
 and reading it back. Qwen 3 and Gemma 3 normalize queries and keys head by head: then a row is a head, read in place
-from the output of the QKV product, so a row is addressed by two strides.
+from the output of the QKV product, so a row is addressed by two strides. A head is too short for a program of its own:
+one program has all heads of a token.
 
 If the product that reads the norm quantizes its inputs (lesson 07), the kernel writes the row's codes and scale: the
 row is already in registers, with its largest value. The codes are those of the row as rms_norm rounds it, bit by bit.
@@ -21,6 +22,8 @@ import triton
 import triton.language as tl
 
 from .quantized_inputs import empty_codes, store_row
+
+LARGEST_TOKEN = 16384  # numbers that a program holds
 
 
 @triton.jit
@@ -36,6 +39,21 @@ def rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     out = (x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight).to(x_ptr.dtype.element_ty)
     store_row(out, row, columns, out_ptr, scale_ptr, given_ptr, DIM)
+
+
+@triton.jit
+def head_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, head_stride, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HEADS_TILE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """rms_norm of each of a token's heads."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, columns = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, TILE)[None, :]
+    inside = (heads < HEADS) & (columns < DIM)
+    x = tl.load(x_ptr + token * x_stride + heads * head_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < DIM, other=0.0).to(tl.float32)
+    out = x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None] * weight
+    tl.store(out_ptr + (token * HEADS + heads) * DIM + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -96,8 +114,14 @@ def _norm(
 ) -> None:  # fmt: skip
     dim = x.shape[-1]
     rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, dim)  # the heads of a token may have any stride
-    if x.numel():
-        tile, warps = _config(dim)
+    tile, warps = _config(dim)
+    heads_tile = triton.next_power_of_2(rows.shape[1])
+    if x.numel() and heads_tile > 1 and heads_tile * tile <= LARGEST_TOKEN and scales is None:
+        head_norm_kernel[(rows.shape[0],)](
+            rows, weight, out, rows.stride(0), rows.stride(1), eps,
+            HEADS=rows.shape[1], DIM=dim, HEADS_TILE=heads_tile, TILE=tile, num_warps=_config(heads_tile * tile)[1],
+        )  # fmt: skip
+    elif x.numel():
         rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
             rows, weight, out, scales, static, rows.stride(0), rows.stride(1), eps,
             HEADS=rows.shape[1], DIM=dim, TILE=tile, num_warps=warps,
