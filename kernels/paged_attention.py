@@ -424,7 +424,29 @@ def decode_config(
         keys, warps, stages = (128, 4, 3) if rows * splits <= device.processors else (64, 2, 3)
     else:
         keys, warps, stages = 64, 4, 2 if dim > 128 else 3
-    return AttentionConfig(packed, max(16, keys * 32 // max(packed, 32)), warps, stages, splits)
+    config = AttentionConfig(packed, max(16, keys * 32 // max(packed, 32)), warps, stages, splits)
+    return fitted(config, dim, itemsize, False, device)
+
+
+def fitted(config: AttentionConfig, dim: int, itemsize: int, prefill: bool, device: Device) -> AttentionConfig:
+    """With smaller tiles, if a GPU has less memory for a program than any since Ampere (a T4 has 64 KiB).
+
+    By the bytes of queries, of keys and values in flight, and of weights, as Triton allocates them there.
+    """
+    if device.shared_memory >= 96 * 1024:
+        return config
+    rows, keys = config.rows, config.keys
+
+    def needed() -> int:
+        tiles = 2 * config.stages * keys * dim + rows * dim + rows * keys if prefill else 2 * (rows + keys) * dim
+        return itemsize * tiles
+
+    while needed() > device.shared_memory and max(keys, rows if prefill else 0) > 16:
+        if prefill and rows >= keys:
+            rows //= 2
+        else:
+            keys //= 2
+    return config._replace(rows=rows, keys=keys)
 
 
 def prefill_config(dim: int, itemsize: int, quantized: bool, device: Device) -> AttentionConfig:
@@ -437,7 +459,8 @@ def prefill_config(dim: int, itemsize: int, quantized: bool, device: Device) -> 
         return AttentionConfig(16 if dim > 128 else 32, 16 if dim > 128 else 32, 4, 1)
     if device.shared_memory >= 160 * 1024:
         return AttentionConfig(128, 64, 8, 2) if dim > 128 or quantized else AttentionConfig(64, 64, 4, 2)
-    return AttentionConfig(64 if dim > 128 else 128, 32 if dim > 128 else 64, 4 if dim <= 64 else 8, 2)
+    config = AttentionConfig(64 if dim > 128 else 128, 32 if dim > 128 else 64, 4 if dim <= 64 else 8, 2)
+    return fitted(config, dim, itemsize, True, device)
 
 
 def gathered_config(dim: int, itemsize: int, programs: int, device: Device) -> AttentionConfig:

@@ -96,8 +96,7 @@ def load_model(
     config = read_config(place)
     if max_model_len is not None and max_model_len > config.max_model_len:
         raise ConfigError(f"max_model_len={max_model_len} is more than this model's {config.max_model_len} tokens")
-    if dtype == "auto":
-        dtype = "float32" if torch.device(device).type == "cpu" else config.dtype
+    dtype = resolve_dtype(dtype, config, device)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
     if dtype == "float16" and ARCHITECTURES[config.architecture].overflows:
@@ -144,7 +143,39 @@ def load_model(
         fill_from_files(built, entries, place, layout)
     for name, why in simulated(built).items():
         log.warning("%s weights are simulated, to measure accuracy: %s", name, why)
+    if why := without_fp8(built):
+        log.warning(why)
     return built
+
+
+def resolve_dtype(dtype: str, config: ModelConfig, device: str) -> str:
+    """The dtype that an engine's option names; "auto": float32 on a CPU, else the model's own. Raises ConfigError.
+
+    A GPU before Ampere has no bfloat16: "auto" takes another dtype there, and the log says so.
+    """
+    auto, kind = dtype == "auto", torch.device(device).type
+    if auto:
+        dtype = "float32" if kind == "cpu" else config.dtype
+    if dtype != "bfloat16" or kind != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0):
+        return dtype
+    other = "float32" if ARCHITECTURES[config.architecture].overflows else "float16"
+    why = f"{torch.cuda.get_device_name(device)} has no bfloat16, which needs compute capability 8.0"
+    if not auto:
+        raise ConfigError(f"dtype=bfloat16: {why}; use dtype={other}, or dtype=auto, which takes it")
+    log.warning("dtype=auto: %s, so the model runs in %s", why, other)
+    return other
+
+
+def without_fp8(model: Model) -> str:
+    """What to know about a model with FP8 products on a GPU that multiplies no FP8 numbers; "" for all others."""
+    kinds = {weight.activations.kind for weight in model.weights() if weight.activations is not None}
+    if "fp8" not in kinds or model.device.type != "cuda" or torch.cuda.get_device_capability(model.device) >= (8, 9):
+        return ""
+    name = torch.cuda.get_device_name(model.device)
+    return (
+        f"FP8 products are simulated: {name} multiplies no FP8 numbers, which needs compute capability 8.9, so inputs "
+        "are rounded to FP8 and multiplied in the model's dtype; results are the same, but no faster than without FP8"
+    )
 
 
 def simulated(model: Model) -> dict[str, str]:

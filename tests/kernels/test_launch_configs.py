@@ -120,3 +120,20 @@ def test_different_dtypes_of_equal_size_are_different_problems():
         launch_configs.dtype_name(dtype) for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
     }
     assert len({launch_configs.problem("any", dtype=name) for name in names}) == 4
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_fit_into_a_t4s_memory(dim, itemsize):
+    """64 KiB, by what a program holds; tests/kernels/test_compile.py compiles for it."""
+    t4 = paged_attention.Device(64 << 10, 40, 4 << 20)
+    for quantized in (False, True):
+        found = paged_attention.prefill_config(dim, itemsize, quantized, t4)
+        assert paged_attention.gathered_config(dim, itemsize, 1, t4) == found
+        assert itemsize * dim * (found.rows + 2 * found.stages * found.keys) <= t4.shared_memory
+        assert min(found.rows, found.keys) >= 16
+    for longest in (64, 4096):
+        found = paged_attention.decode_config(dim, itemsize, itemsize, 16, longest, 8, 1, t4)
+        assert itemsize * dim * 2 * (found.rows + found.keys) <= t4.shared_memory and found.keys >= 16
+    ampere = paged_attention.Device(99 << 10, 40)
+    assert paged_attention.prefill_config(256, 2, False, ampere)[:2] == (64, 32)

@@ -392,3 +392,43 @@ def test_the_message_about_full_memory_gives_the_size_in_the_recipes_formats(sav
     for name, recipe in (("dense", None), ("int8", Recipe({"*": "int8"}))):
         with pytest.raises(ConfigError, match=rf"are {sizes[name] / 1e3:.1f} GB, and cpu has 0.0 GB free"):
             load_model(saved, recipe=recipe)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes torch report a GPU of this compute capability."""
+
+    def made(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
+
+    return made
+
+
+@pytest.mark.parametrize(("name", "other"), [("qwen3-0.6b", "float16"), ("gemma-2b", "float32")])
+def test_a_gpu_without_bfloat16_runs_a_model_in_another_dtype_and_says_so(name, other, gpu, caplog):
+    config = PRESETS[name]
+    gpu((8, 0))
+    assert (
+        loader.resolve_dtype("auto", config, "cuda") == loader.resolve_dtype("bfloat16", config, "cuda") == "bfloat16"
+    )
+    gpu((7, 5))
+    assert loader.resolve_dtype("float32", config, "cuda") == loader.resolve_dtype("auto", config, "cpu") == "float32"
+    assert not caplog.text
+    assert loader.resolve_dtype("auto", config, "cuda") == other
+    assert f"Tesla T4 has no bfloat16, which needs compute capability 8.0, so the model runs in {other}" in caplog.text
+    with pytest.raises(ConfigError, match=f"has no bfloat16.*use dtype={other}, or dtype=auto"):
+        loader.resolve_dtype("bfloat16", config, "cuda")
+
+
+def test_a_gpu_without_fp8_simulates_fp8_products_and_says_so(saved, gpu):
+    fp8 = load_model(saved, recipe=Recipe({"layers.*": {"format": "fp8", "activations": "fp8"}}))
+    plain = load_model(saved, recipe=Recipe({"layers.*": "fp8"}))
+    gpu((8, 6))
+    assert not loader.without_fp8(fp8)  # on a CPU
+    for model in (fp8, plain):
+        model.device = torch.device("cuda")
+    assert "FP8 products are simulated: Tesla T4 multiplies no FP8 numbers" in loader.without_fp8(fp8)
+    assert not loader.without_fp8(plain)
+    gpu((8, 9))
+    assert not loader.without_fp8(fp8)
