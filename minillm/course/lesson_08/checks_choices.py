@@ -250,7 +250,8 @@ def _(function):
             if len(off):
                 at = int(off[0, 1])
                 half, (right, got) = weight[0, at] * 64, apart(wanted[0, at].item(), found[0, at].item())
-                said = f"{bits} bits, the scale is 1/64: {half:.4g}/64 becomes {got}/64, not {right}/64"
+                most = f"{bits} bits, the largest magnitude is that of {sign * (top - 0.5):g}/64, so the scale is 1/64"
+                said = f"{most}: {half:.4g}/64 becomes {got}/64, not {right}/64"
                 if half % 1 == 0.5 and (found - wanted)[0, at].abs() == 1:
                     probe = torch.tensor([ROUNDED], requires_grad=True)
                     rounded = _faked(function, probe, 8, len(ROUNDED)).detach()[0]
@@ -352,6 +353,26 @@ def _(function):
     _check_front(function, {"b": (1, 3), "a": (1, 2)}, ["a"])
 
 
+@pareto_front.property(
+    "every point is compared with all others",
+    "with those before it and those after it, near and far; never remove from a list while looping over it",
+)
+def _(function):
+    _check_front(function, {"a": (2, 3), "b": (3, 2), "c": (1, 1)}, ["c"])
+    for count in (5, 12):
+        front = [(2 ** (each + 1), 2 ** (count - each)) for each in range(count)]
+        for beaten_by in range(count):
+            for place in range(count + 1):  # one more point, which only one other beats
+                numbers = [*front[:place], tuple(3 * each // 2 for each in front[beaten_by]), *front[place:]]
+                points = dict(zip("abcdefghijklm", numbers, strict=False))
+                names = list(points)
+                by = names[beaten_by + (place <= beaten_by)]
+                wanted = [name for name in names if name != names[place]]
+                found = _front(function, points)
+                said = f"{points}: only {by} beats {names[place]}, so expected {wanted}"
+                assert sorted(found) == wanted, f"{said}, got {found}"
+
+
 @pareto_front.property("equal points stay together", "a point is not beaten by one with the same numbers")
 def _(function):
     _check_front(function, {"a": (1, 2), "b": (1, 2), "c": (2, 1), "d": (3, 3)}, ["a", "b", "c"])
@@ -361,7 +382,7 @@ def _(function):
 
 @pareto_front.property(
     "any number of numbers, of any size",
-    "compare all of them, in pairs: zip(one, other); two of them, a sum or a limit are not enough",
+    "compare every number, in pairs and exactly: zip(one, other), without a sum, a limit or a tolerance",
 )
 def _(function):
     _check_front(function, {"a": (3,), "b": (1,), "c": (2,)}, ["b"])

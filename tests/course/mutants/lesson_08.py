@@ -51,6 +51,11 @@ def scales_of_at_least_1e_5(x, dtype):
 
 
 @wrong("quantize_kv", fails="the largest magnitude becomes the largest code")
+def scales_of_at_least_1e_8(x, dtype):
+    return _quantize(x, dtype, lambda x: _largest(x).clamp(min=1e-8 * _top(dtype)))
+
+
+@wrong("quantize_kv", fails="the largest magnitude becomes the largest code")
 def an_epsilon_in_the_scale(x, dtype):
     return _quantize(x, dtype, lambda x: _largest(x) + 1e-8)
 

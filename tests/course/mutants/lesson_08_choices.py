@@ -228,6 +228,16 @@ def the_last_weight_of_a_group_does_not_count(weight, bits, group_size):
 
 
 @wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
+def largest_weight_of_a_group_without_its_sign(weight, bits, group_size):
+    top = 2 ** (bits - 1)
+    groups = weight.detach().unflatten(-1, (-1, group_size))
+    largest = groups.amax(-1, keepdim=True)
+    scales = torch.where(largest > 0, largest, groups.abs().amax(-1, keepdim=True)) / (top - 0.5)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return _through(weight, ((groups / scales).round().clamp(-top, top - 1) * scales).flatten(-2))
+
+
+@wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
 def symmetric_codes(weight, bits, group_size):
     """From -7 to 7: right unless the largest weight is negative."""
     return _through(weight, _rounded(weight.detach(), bits, group_size, low=1 - 2 ** (bits - 1)))
@@ -370,6 +380,36 @@ def only_points_before(points):
             }
             front[name] = mine
     return list(front)
+
+
+@wrong("pareto_front", fails="every point is compared with all others")
+def removes_while_looping(points):
+    """The loop skips the name after one that it removes."""
+    front = []
+    for name, mine in points.items():
+        if any(_dominates(points[other], mine) for other in front):
+            continue
+        for other in front:
+            if _dominates(mine, points[other]):
+                front.remove(other)
+        front.append(name)
+    return front
+
+
+@wrong("pareto_front", fails="every point is compared with all others")
+def compared_with_the_first_three(points):
+    first = list(points.values())[:3]
+    return [name for name, mine in points.items() if not any(_dominates(other, mine) for other in first)]
+
+
+@wrong("pareto_front", fails="every point is compared with all others")
+def compared_with_those_before_and_the_next(points):
+    each = list(points.values())
+    return [
+        name
+        for at, (name, mine) in enumerate(points.items())
+        if not any(_dominates(other, mine) for other in each[: at + 2])
+    ]
 
 
 @wrong("pareto_front", fails="equal points stay together")
