@@ -6,7 +6,7 @@
 # with reasons. Two optional sections add FP4 weights in blocks, as in NVFP4 and MXFP4, and training a model for its own
 # rounding. Everything that you write runs inside the engine or on its records.
 #
-# **75 minutes**, and 34 for the two optional sections. **Needs:** a CPU, and lessons 02 (attention and the cache), 05
+# **85 minutes**, and 35 for the two optional sections. **Needs:** a CPU, and lessons 02 (attention and the cache), 05
 # (codes, scales, groups) and 07 (int8 and FP8). The only model that runs here is `tiny-gemma`; GPU speeds come from
 # committed records.
 
@@ -55,7 +55,7 @@ print(f"{text.ids.shape[0]} rows of {text.ids.shape[1]} tokens to measure on")
 # per token. Rows of text differ, so each number has its standard error after ±. Ratios compare row by row. A ratio
 # within about two standard errors of 1 shows no difference.
 #
-# ## 1 · When the cache outweighs the weights · 4 min
+# ## 1 · When the cache outweighs the weights · 5 min
 #
 # Lessons 05 to 07 made weights and activations smaller. An engine's memory also holds the keys and values of all
 # running requests. They differ from weights in two ways: they grow with every request and every token, and every step
@@ -63,7 +63,8 @@ print(f"{text.ids.shape[0]} rows of {text.ids.shape[1]} tokens to measure on")
 #
 # **Predict first.** The weights and the cache are in bfloat16, and each request has 2,048 tokens. How many requests
 # does it take until the cache is as large as the weights, for Gemma 2B, which has one KV head, and for Llama 2 7B,
-# which has 32?
+# which has 32? (Gemma 2B: 2.5 billion weights, 18 layers, heads of 256; Llama 2 7B: 6.7 billion, 32 layers, heads of
+# 128.)
 
 # %% tags=["exercise"]
 guess_gemma = 50  # PREDICT: requests whose cache is as large as Gemma 2B's weights
@@ -89,7 +90,7 @@ for name, shape in SHAPES.items():
 # (The 70B model does not fit at all in 16 bits.) A smaller cache helps twice: more requests fit, and a step reads fewer
 # bytes for each.
 #
-# ## 2 · A scale for each token and head · 26 min
+# ## 2 · A scale for each token and head · 27 min
 #
 # ### What keys and values look like
 #
@@ -102,7 +103,7 @@ kept = small_caches.keys_and_values(plain, text.ids[:1])
 k, v = (part[:, 0] for part in kept[2])
 draw.keys_and_values(k, v)
 describe("""Magnitudes of 256 tokens in 64 channels. The keys have vertical stripes; the brightest are channels 18 and
-50. The values have none; some tokens are brighter than others, which shows as faint horizontal lines.""")
+50. The values have none; some tokens are brighter than others, which shows as horizontal lines, hardly visible.""")
 
 # %%
 print("        largest / median channel      largest / median token")
@@ -162,9 +163,10 @@ for place, (name, guess) in enumerate((("keys", guess_keys), ("values", guess_va
 
 # %% [markdown]
 # One scale for the whole tensor is clearly worse than the other two. Between those, the ratios point in the direction
-# of the stripes, keys above 1 and values below, but neither is two standard errors from 1: at 4 bits, this much text
-# cannot tell which is better. (With fewer bits it can: section 3.) So there is no reason not to use a scale for each
-# token and head, the only one that needs no calibration.
+# of the stripes, keys above 1 and values below, but neither is two standard errors from 1: with only keys or only
+# values rounded, to 4 bits, this much text cannot tell which is better. (Section 3 rounds both.) At eight bits, the
+# loss is tiny either way (section 3), so we use a scale for each token and head, the only one that needs no
+# calibration.
 #
 # ### Eight bits
 #
@@ -237,13 +239,13 @@ ratio = times("fp8 / int8", loss["fp8"], loss["int8"])
 compare("fp8 / int8", unit="times", prediction=guess_fp8, measured=ratio)
 
 # %% [markdown]
-# Both are harmless, and int8 is better. Among the 64 numbers that share a scale, the largest is only 2.5 to 3 times
-# their root mean square. For such numbers, int8 has finer steps where most of them are, while FP8 spends its precision
-# on small numbers, where it is not needed. With coarser scales, FP8 can be the better choice. TensorRT-LLM's
-# documentation recommends FP8 over int8 for the cache on Hopper and Ada, for its accuracy, and vLLM's describes FP8
-# with one scale for a tensor or a head, from calibration or simply 1. Such scales must cover every token still to come,
-# and FP8 forgives a scale that is too large. (Since 2026, vLLM also has `int8_per_token_head`: a scale for each token
-# and head, as here.)
+# Both are harmless, and int8 is better. In each layer, the largest of the 64 numbers that share a scale is on average
+# only 2.5 to 3.1 times their root mean square. For such numbers, int8 has finer steps where most of them are, while FP8
+# spends its precision on small numbers, where it is not needed. With coarser scales, FP8 can be the better choice.
+# TensorRT-LLM's documentation recommends FP8 over int8 for the cache on Hopper and Ada, for its accuracy, and vLLM's
+# describes FP8 with one scale for a tensor or a head, from calibration or simply 1. Such scales must cover every token
+# still to come, and FP8 forgives a scale that is too large. (Since 2026, vLLM also has `int8_per_token_head` and
+# `fp8_per_token_head`: a scale for each token and head, as here.)
 #
 # ### How many requests fit?
 #
@@ -270,7 +272,7 @@ for dim in (64, 128, 256):
 # each key and each value. So small heads, such as `tiny-gemma`'s of 64, pay relatively more for their scales. (A
 # request takes whole blocks, so what is measured differs a little from the ratio of bytes.) Gemma 2B has heads of 256.
 #
-# ## 3 · Attention on codes · 22 min
+# ## 3 · Attention on codes · 25 min
 #
 # ### Fold the scales
 #
@@ -282,13 +284,13 @@ for dim in (64, 128, 256):
 #
 # where $c_j$ and $s_j$ are the codes and the scale of a key, $e_j$ and $t_j$ those of a value. The keys' scales
 # multiply the scores, before the softmax. The values' scales multiply the weights, after it. The products see only
-# codes.
+# codes. (All scores are also multiplied by one number, `scale` in the figure, as in lesson 02.)
 
 # %%
 draw.folded()
 describe("""From left to right: a matrix of the keys' codes times the query gives one sum for each key; it is multiplied
-by the keys' scales; the softmax gives one weight for each key; it is multiplied by the values' scales; the result times
-the matrix of the values' codes.""")
+by the key's scale, and by `scale`; the softmax gives one weight for each key; it is multiplied by the value's scale;
+these products, times the matrix of the values' codes, give the result, one number for each channel.""")
 
 # %% [markdown]
 # By hand: a query `1, 2`, two keys with the codes `10, -5` and `30, 20` and the scales 0.1 and 0.01. The sums are 0 and
@@ -299,7 +301,7 @@ the matrix of the values' codes.""")
 # registers, without rounding, and nothing is written back. (vLLM with FlashAttention 3 goes further: it quantizes
 # queries too, and multiplies in FP8.)
 #
-# **Exercise 2 (10 minutes).** Write attention for the query heads that share one KV head. Each row is a query; a row
+# **Exercise 2 (11 minutes).** Write attention for the query heads that share one KV head. Each row is a query; a row
 # does not see its `hidden` keys, but always sees at least one.
 #
 # For example, the query and keys above with `scale=1`, and values with the codes `100, 0` and `0, 50` and the scales
@@ -372,9 +374,10 @@ for bits in (8, 4, 3, 2):
     print(f"{bits} bits          {cells[0]:>19} {cells[1]:>30} {both_ratio:>19}")
 
 # %% [markdown]
-# Four bits are usable here, two are not. And with two bits the difference is far larger than its error: channels for
-# keys remove a third of the loss. KIVI reaches two bits in large models with three changes to what you wrote: scales
-# for *groups* instead of whole tokens or channels, zero points (lesson 05), and channels for keys.
+# Channels for keys lose less in every row. With eight bits, that does not matter; with two bits, they remove a third of
+# the loss, far more than its error. Four bits are usable here, two are not. KIVI reaches two bits in large models with
+# four changes to what you wrote: scales for *groups* instead of whole tokens or channels, zero points (lesson 05),
+# channels for keys, and 16 bits for the newest tokens.
 
 # %%
 draw.kivi()
@@ -383,7 +386,8 @@ several channels of one token. The newest tokens of both are gray, and labeled 1
 
 # %% [markdown]
 # A group of keys spans several tokens of one channel (32 in the paper), so it can be quantized only once all of them
-# are there. Until then, the newest tokens stay in 16 bits. Channel scales fold as well: a key's into the *query*
+# are there. Until then, the newest keys stay in 16 bits. (The newest values do too, although they need not wait: exact
+# recent tokens cost few bytes and help with hard tasks.) Channel scales fold as well: a key's into the *query*
 # ($q_i s_i$, once for each group of tokens), a value's into the output. With a 16-bit scale and a 16-bit zero point
 # for 32 codes, two bits are really three. The engine does not have this: blocks would hold tokens of two formats, and
 # a sequence that is cut back, as in speculative decoding, would have to cut through a group. Nor does it evict tokens,
@@ -399,13 +403,13 @@ real_model.report(
 
 # %% [markdown]
 # Eight bits are harmless here as well, and int8 is better. With four bits, channels for keys remove 70% of the loss; in
-# `tiny-gemma`, that difference was hardly larger than its error. With two bits, both are unusable, and channels are
+# `tiny-gemma`, the ratio was 1.8, about two standard errors from 1. With two bits, both are unusable, and channels are
 # even worse: without KIVI's groups and zero points, neither is good enough.
 #
-# ## 4 · Choosing · 21 min
+# ## 4 · Choosing · 25 min
 #
 # TensorRT-LLM's documentation has a table for choosing a precision ("Best practices to choose the right quantization
-# methods"). Its words summarize measurements on more than ten models:
+# methods"). Its ratings summarize measurements on more than ten models:
 
 # %%
 choices.print_nvidias()
@@ -415,18 +419,18 @@ choices.print_nvidias()
 # once; quality from `tiny-gemma`, which is trained. Call a gain below 1.05 low, below 1.5 medium, and the rest high.
 # (These limits are ours; NVIDIA gives none.)
 #
-# **Predict first.** The table has 14 words about speed, for 7 methods and 2 batch sizes. How many does our record
+# **Predict first.** The table has 14 speed ratings, for 7 methods and 2 batch sizes. How many does our record
 # confirm, if its two columns are taken to mean 4 and 3,000 requests?
 
 # %% tags=["exercise"]
-guess_same = 10  # PREDICT: of NVIDIA's 14 words about speed, those that our record confirms
+guess_same = 10  # PREDICT: of NVIDIA's 14 speed ratings, those that our record confirms
 
 # %%
 found = choices.measured()
 choices.print_ours(found)
-words = choices.judgments(found)
+ratings = choices.judgments(found)
 compare("confirmed", unit="of 14", prediction=guess_same, measured=choices.confirmed(found))
-for (name, _), (theirs, ours, requests) in words.items():
+for (name, _), (theirs, ours, requests) in ratings.items():
     if theirs != ours:
         print(f"  {name:26} {requests:5,} requests: NVIDIA says {theirs}, our record {ours}")
 print("\nconfirmed, if these requests stand for the two columns:")
@@ -461,7 +465,7 @@ for few in (1, 4):
 # one. The methods that no other beats form the **Pareto front**. None of them is the best: which one to take depends on
 # what you need most.
 #
-# **Exercise 3 (7 minutes).** Find the front. For every number, less is better. Equal points do not beat each other.
+# **Exercise 3 (9 minutes).** Find the front. For every number, less is better. Equal points do not beat each other.
 #
 # For example, of `{"a": (1, 4), "b": (2, 2), "c": (3, 3)}`, b beats c, and the front is `["a", "b"]`.
 #
@@ -514,24 +518,26 @@ fastest with one request, and about as fast as bfloat16 with 3,000.""")
 # %% [markdown]
 # The bytes are those of weights and scales. All methods with eight-bit weights take the same, so for one request INT8
 # weight-only, which is faster and loses less, beats both FP8 and SmoothQuant. With 3,000 requests it is no faster than
-# bfloat16, so the other two are on the front as well. The three W4A16 methods differ only in KL, so GPTQ beats the
-# others, but a front does not ask how large a difference is, or whether it could be chance.
+# bfloat16: it stays on the front for its KL, and the other two join it. The three W4A16 methods differ only in KL, so
+# GPTQ beats the others, but a front does not ask how large a difference is, or whether it could be chance.
 #
 # ### A recommendation that explains itself
 #
 # The engine's `recommend` estimates instead of measuring, so it can answer for other models and GPUs. For each method
 # it adds up a step's time: the bytes of the weights at the memory's rate, or the arithmetic at the rate of its products
-# if that takes longer (both, in the engine's kernels for few rows); the bytes of the cache; and fixed costs. Tests
-# check the estimate against the record. Then it picks the fastest method whose loss you allow, or one within 3% of it
-# that loses less.
+# if that takes longer (the engine's kernels for few rows do one after the other, so there the two are added); the bytes
+# of the cache; and fixed costs. Tests check the estimate against the record. Then it picks the fastest method whose
+# loss you allow, or one within 3% of it that loses less.
 #
 # **Predict first,** for yourself: which weights and which cache would *you* choose for Gemma 2B on an H200, for one
-# chat user; for 512 requests with long prompts; and for Llama 3.1 8B on a GPU of 24 GB?
+# chat user; for 512 requests with long prompts; for Llama 2 7B and 512 requests with long outputs; and for Llama 3.1 8B
+# on a GPU of 24 GB?
 
 # %%
 CASES = {
     "one chat": ("Gemma 2B", "H200", Traffic(1, 128, 256)),
     "long prompts": ("Gemma 2B", "H200", Traffic(512, 2048, 128)),
+    "long outputs": ("Llama 2 7B", "H200", Traffic(512, 128, 2048)),
     "a small GPU": ("Llama 3.1 8B", "L4", Traffic(32, 512, 512)),
 }
 for case, (name, gpu, traffic) in CASES.items():
@@ -539,10 +545,12 @@ for case, (name, gpu, traffic) in CASES.items():
     print(recommend(SHAPES[name], GPUS[gpu], traffic, calibrated=True), end="\n\n")
 
 # %% [markdown]
-# Find out what each case spends its time on: reading weights, arithmetic, or reading the cache. (Where it says fp8 for
-# the cache, int8 would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU
-# that it finds, and leaves out methods that need calibration. The quality of a method is a word from NVIDIA's table and
-# a number from `tiny-gemma`: that GPTQ comes before AWQ and int4 rests on the perplexity of this one small model on one
+# Find out what each case spends its time on: reading weights, arithmetic, or reading keys and values. Where prompts are
+# long and outputs short, most tokens belong to prompts, and a step reads the weights once for very many of them, so
+# arithmetic takes the time. Gemma 2B's single KV head also keeps its cache small. (Where it says fp8 for the cache,
+# int8 would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU that it
+# finds, and leaves out methods that need calibration. The quality of a method is a rating from NVIDIA's table and a
+# number from `tiny-gemma`: that GPTQ comes before AWQ and int4 rests on the perplexity of this one small model on one
 # text, which is weak (on SmolLM2, AWQ is ahead: lesson 06). Your model and your task are neither, so measure before you
 # decide: `minillm eval --compare` does it for a model of yours, as it did for our table.
 #
@@ -594,7 +602,7 @@ near it.""")
 
 # %% tags=["exercise"]
 def quantize_fp4(weight, block_size, round_scales):
-    """Values of e2m1 [rows, in] and scales [rows, in / block_size] of a matrix, in its dtype.
+    """Levels of e2m1 [rows, in], not yet times their scales, and scales [rows, in / block_size], in the weight's dtype.
 
     weight: [rows, in], float32 or float64. block_size: neighbors in a row that share a scale; it divides `in`.
     round_scales: a function of all ideal scales [rows, in / block_size], which returns those to use.
@@ -648,15 +656,16 @@ for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
 # Size matters: with groups of 32 instead of 128, int4 loses about a third less. And on SmolLM2-135M?
 
 # %%
-real_model.report(["int4-g32", "nvfp4", "int4", "mxfp4"])
+real_model.report(["int4-g32", "nvfp4", "int4", "mxfp4"], labels={"int4": "int4-g64"})
 
 # %% [markdown]
-# There, NVFP4 loses clearly less than int4 of its size, and MXFP4 more. FP4 pays off on hardware that multiplies it.
-# MXFP4's scales are coarse: where the largest weight comes to just above 3.5, the level 6 is not used. The engine's
-# method `nvfp4` needs no calibration; on hardware that multiplies FP4, activations would have four bits as well, which
-# this does not measure.
+# (The last column was measured on more text than the cell before, so its numbers differ.) SmolLM2's weights had been
+# rounded to four bits before, so compare only the formats with each other: NVFP4 loses clearly less than int4 of its
+# size, and MXFP4 more. FP4 pays off on hardware that multiplies it. MXFP4's scales are coarse: where the largest weight
+# comes to just above 3.5, the level 6 is not used. The engine's method `nvfp4` needs no calibration; on hardware that
+# multiplies FP4, activations would have four bits as well, which this does not measure.
 #
-# ## 6 · Distillation: train for the rounding · optional, 14 min
+# ## 6 · Distillation: train for the rounding · optional, 15 min
 #
 # All methods until now rounded a finished model. **Quantization-aware training** changes the weights so that their
 # *rounded* values work well. Training keeps weights $w$ in full precision, computes each step with their rounded values
@@ -764,12 +773,13 @@ for name, row in rows.items():
 # weight. LLM-QAT (Liu et al. 2023) distills in this way, on text that the model wrote itself. NVIDIA's report on
 # quantization-aware distillation (2026) uses the same loss to restore models in NVFP4.
 #
-# ## Recap · 2 min
+# ## Recap · 3 min
 #
 # * With enough requests, keys and values outweigh the weights. Eight bits hold nearly twice as many.
 # * A cache is written token by token, so a scale for each token and head is the one that needs no calibration. It folds
 #   into the scores and into the softmax's weights: products see only codes.
-# * Keys have large channels, values do not. That matters with few bits, not with eight.
+# * Keys have large channels, values do not. With four bits, keys lose less with scales for channels than for
+#   tokens. With eight bits, both lose next to nothing.
 # * With few requests, the time goes into reading weights; with many, into arithmetic; with long contexts, into reading
 #   the cache. Choose by what your traffic spends its time on.
 # * Optional: FP4 has eight magnitudes and depends on its blocks: 16 weights with a scale in e4m3 (NVFP4), or 32 with a

@@ -107,7 +107,7 @@ def judgments(
 
 
 def confirmed(found: Mapping[str, Measured], few: int = 4, many: int = 3000) -> int:
-    """How many of NVIDIA's words about speed the record confirms."""
+    """How many of NVIDIA's speed ratings the record confirms."""
     return sum(theirs == ours for theirs, ours, _ in judgments(found, few, many).values())
 
 

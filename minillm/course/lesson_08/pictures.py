@@ -25,32 +25,40 @@ def keys_and_values(k: Tensor, v: Tensor) -> None:
         plt.colorbar(image, ax=axis)
 
 
-def folded(keys: int = 6, dim: int = 8) -> None:
+def folded(keys: int = 6, dim: int = 6) -> None:
     """Products of codes, with one scale for each key: the keys' on the scores, the values' on the weights."""
-    _, axis = plt.subplots(figsize=(11, 3.1), layout="constrained")
+    _, axis = plt.subplots(figsize=(12.5, 2.9), layout="constrained")
+    x = 0.0
 
-    def cells(x: float, y: float, columns: int, rows: int, color: str, name: str) -> None:
+    def cells(columns: int, rows: int, color: str, name: str) -> None:
+        nonlocal x
+        top = (keys - rows) / 4
         for row in range(rows):
             for column in range(columns):
-                place = (x + column * 0.5, y + row * 0.5)
+                place = (x + column * 0.5, top + row * 0.5)
                 axis.add_patch(Rectangle(place, 0.46, 0.46, facecolor=color, edgecolor="white"))
-        axis.text(x + columns / 4, y - 0.2, name, ha="center", va="bottom", fontsize=10, color=INK)
+        axis.text(x + columns / 4, top - 0.2, name, ha="center", va="bottom", fontsize=10, color=INK)
+        x += columns / 2
 
-    def sign(x: float, text: str, size: int = 16) -> None:
-        axis.text(x, keys / 4, text, ha="center", va="center", fontsize=size, color=INK)
+    def sign(text: str, width: float, size: int = 16) -> None:
+        nonlocal x
+        axis.text(x + width / 2, keys / 4, text, ha="center", va="center", fontsize=size, color=INK)
+        x += width
 
-    cells(0, 0, dim, keys, CODE, "codes of keys")
-    sign(dim / 2 + 0.5, "· q")
-    cells(dim / 2 + 1, 0, 1, keys, COLORS[0], "sums")
-    sign(dim / 2 + 1.9, "×")
-    cells(dim / 2 + 2.3, 0, 1, keys, COLORS[1], "k scales")
-    sign(dim / 2 + 3.9, "softmax\n→", 12)
-    cells(dim / 2 + 5, 0, 1, keys, COLORS[0], "weights")
-    sign(dim / 2 + 5.9, "×")
-    cells(dim / 2 + 6.3, 0, 1, keys, COLORS[1], "v scales")
-    sign(dim / 2 + 7.4, "·")
-    cells(dim / 2 + 8, 0, dim, keys, CODE, "codes of values")
-    axis.set(xlim=(-0.3, dim + 8.4), ylim=(keys / 2 + 0.1, -0.7), aspect="equal")
+    cells(dim, keys, CODE, "codes of keys")
+    sign("· q =", 1.5)
+    cells(1, keys, COLORS[0], "sums")
+    sign("×", 0.9)
+    cells(1, keys, COLORS[1], "k scales")
+    sign("× scale,\nsoftmax\n→", 1.8, 12)
+    cells(1, keys, COLORS[0], "weights")
+    sign("×", 0.9)
+    cells(1, keys, COLORS[1], "v scales")
+    sign("·", 0.9)
+    cells(dim, keys, CODE, "codes of values")
+    sign("=", 0.9)
+    cells(dim, 1, COLORS[0], "result")
+    axis.set(xlim=(-0.1, x + 0.1), ylim=(keys / 2 + 0.1, -0.7), aspect="equal")
     axis.axis("off")
 
 

@@ -29,8 +29,12 @@ def tiny_kl() -> dict[str, float]:
     return found | {name: found[f"{name}-g64"] for name in GROUPED}
 
 
-def report(names: Iterable[str]) -> None:
-    """Print what each method costs SmolLM2, and tiny-gemma where it was measured. Says which rows to read with care."""
+def report(names: Iterable[str], labels: Mapping[str, str] | None = None) -> None:
+    """Print what each method costs SmolLM2, and tiny-gemma where it was measured. Says which rows to read with care.
+
+    labels: of rows that are printed under another name than the record's.
+    """
+    labels = labels or {}
     rows, tiny = quality(), tiny_kl()
     names = list(names)
     weights = any("bits_per_weight" in rows[name] for name in names)
@@ -49,9 +53,7 @@ def report(names: Iterable[str]) -> None:
         cells = [f"{row['bits_per_weight']:.2f}" if "bits_per_weight" in row else ""] * weights
         cells += [f"{1000 * row['kl']:.1f}", f"{low} to {high}", f"{round(100 * row['perplexity_loss'], 1) + 0.0:.1f}%"]
         cells += [f"{1000 * tiny[name]:.2f}" if name in tiny else ""] * (len(columns) - len(cells))
-        print(
-            "".join([name.ljust(20), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))]).rstrip()
-        )
+        show(labels.get(name, name), *cells)
     if any(rows[name].get("bits_per_weight", 16) < FEW_BITS for name in names):
         print("\nThese weights had been rounded before: to 4 bits with an offset in groups of 32, the embedding to 8.")
         print(f"Below {FEW_BITS} bits, compare methods with each other, and not with the original model.")
