@@ -442,7 +442,7 @@ def fitted(config: AttentionConfig, dim: int, itemsize: int, prefill: bool, devi
         return itemsize * tiles
 
     while needed() > device.shared_memory and max(keys, rows if prefill else 0) > 16:
-        if prefill and rows >= keys:
+        if prefill and (rows >= 2 * config.stages * keys or keys <= 16):
             rows //= 2
         else:
             keys //= 2

@@ -125,7 +125,7 @@ def test_different_dtypes_of_equal_size_are_different_problems():
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_fit_into_a_t4s_memory(dim, itemsize):
-    """64 KiB, by what a program holds; tests/kernels/test_compile.py compiles for it."""
+    """64 KiB, by what a program holds."""
     t4 = paged_attention.Device(64 << 10, 40, 4 << 20)
     for quantized in (False, True):
         found = paged_attention.prefill_config(dim, itemsize, quantized, t4)
@@ -135,5 +135,9 @@ def test_tiles_fit_into_a_t4s_memory(dim, itemsize):
     for longest in (64, 4096):
         found = paged_attention.decode_config(dim, itemsize, itemsize, 16, longest, 8, 1, t4)
         assert itemsize * dim * 2 * (found.rows + found.keys) <= t4.shared_memory and found.keys >= 16
+    if itemsize == 2:
+        assert (
+            paged_attention.prefill_config(dim, 2, False, t4)[:2] == {64: (128, 64), 128: (64, 32), 256: (32, 16)}[dim]
+        )
     ampere = paged_attention.Device(99 << 10, 40)
     assert paged_attention.prefill_config(256, 2, False, ampere)[:2] == (64, 32)
