@@ -5,6 +5,7 @@ is required. Call `head.environment` before it is imported: Ray reads the enviro
 """
 
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,7 +30,7 @@ from minillm.errors import ConfigError
 from minillm.server.ledger import Families
 
 from . import replicas as replicas_module
-from .replica import ENGINE, EngineDoor
+from .replica import ENGINE, EngineDoor, ReplicaFailed
 from .replicas import Choose, Listed, Order
 
 VERSION = "2.60."
@@ -177,7 +178,7 @@ def resources() -> Mapping[str, float]:
 
 
 def deploy(placements: Sequence[Placement], secret: str) -> None:
-    """Start the replicas of all models, and wait until they run. Raises RuntimeError."""
+    """Start the replicas of all models, and wait until they run. Raises RuntimeError, which says why."""
     serve.start(proxy_location="Disabled")
     targets = []
     for each in placements:
@@ -197,7 +198,17 @@ def deploy(placements: Sequence[Placement], secret: str) -> None:
             max_constructor_retry_count=ATTEMPTS,
         )
         targets.append(serve.RunTarget(deployment.bind(each, secret), name=each.application, route_prefix=None))
-    serve.run_many(targets)
+    try:
+        serve.run_many(targets)
+    except RuntimeError as error:
+        raise RuntimeError(_why_not() or str(error)) from None
+
+
+def _why_not() -> str:
+    """Return what replicas that could not start have said."""
+    told = (each.message for app in serve.status().applications.values() for each in app.deployments.values())
+    found = (re.search(rf"{ReplicaFailed.__name__}: (.+)", text) for text in told)
+    return "; ".join(dict.fromkeys(each[1] for each in found if each))
 
 
 def remove(placements: Sequence[Placement]) -> None:

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -195,6 +196,28 @@ def test_ports_are_open_on_this_machine_only_and_strangers_get_nothing(whole):
                         while got := sock.recv(1 << 16):
                             assert len(got) <= 32, "a stranger got more than the challenge"
     assert doors == 4
+
+
+def test_why_replicas_could_not_start_is_found_in_what_ray_reports(monkeypatch):
+    from minillm.deploy import ray_serve
+
+    def application(*messages: str) -> SimpleNamespace:
+        return SimpleNamespace(deployments={place: SimpleNamespace(message=each) for place, each in enumerate(messages)})
+
+    report = "failed to start 2 times:\n  File x, line 3\nminillm.deploy.replica.ReplicaFailed: no model at /x: give y\n"
+    applications = {"one": application(report, "fine"), "two": application(report)}
+    monkeypatch.setattr(ray_serve.serve, "status", lambda: SimpleNamespace(applications=applications))
+    monkeypatch.setattr(ray_serve.serve, "start", lambda **options: None)
+
+    def fail(targets: list) -> None:
+        raise RuntimeError("Failed to update the deployments")
+
+    monkeypatch.setattr(ray_serve.serve, "run_many", fail)
+    with pytest.raises(RuntimeError, match="^no model at /x: give y$"):
+        ray_serve.deploy([], "00")
+    applications.clear()
+    with pytest.raises(RuntimeError, match="^Failed to update"):
+        ray_serve.deploy([], "00")
 
 
 def test_it_ends_with_all_of_its_processes_and_leaves_no_files(server):
