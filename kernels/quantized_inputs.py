@@ -133,6 +133,11 @@ def scale_kernel(x_ptr, x_scale_ptr, scale_ptr, COLUMNS: tl.constexpr, TILE: tl.
     tl.store(x_ptr + row * COLUMNS + columns, x.to(x_ptr.dtype.element_ty), mask=inside)
 
 
+def has_int8(device: torch.device) -> bool:
+    """Whether Triton multiplies tiles of int8 numbers on the device: compute capability 8.0 and above."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def has_fp8(device: torch.device) -> bool:
     """Whether the device converts and multiplies fp8 numbers: compute capability 8.9 and above."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

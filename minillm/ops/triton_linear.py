@@ -14,7 +14,7 @@ from torch import Tensor, bfloat16, float8_e4m3fn, float16
 
 from minillm.kernels import few_rows
 from minillm.kernels.embedding import code_embedding
-from minillm.kernels.quantized_inputs import fp8_product, has_fp8, int8_product, quantize_rows
+from minillm.kernels.quantized_inputs import fp8_product, has_fp8, has_int8, int8_product, quantize_rows
 from minillm.quantization import Fp8Weight, Int4Weight, Int8Weight, QuantizedActivations, Weight
 from minillm.quantization.activations import DTYPES
 
@@ -58,7 +58,7 @@ class LinearOnCodes:
         if weight.activations is None or x.dtype != weight.dtype or not x.numel():
             return None
         dtype = DTYPES[weight.activations.kind]
-        if dtype == float8_e4m3fn and not has_fp8(x.device):
+        if not (has_fp8 if dtype == float8_e4m3fn else has_int8)(x.device):
             return None
         product = self.product(weight)
         return None if product is None else (product, Rounding(dtype, weight.input_scale))

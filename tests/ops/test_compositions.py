@@ -175,10 +175,11 @@ def test_what_the_fused_kernels_cannot_do_runs_separately(case, on_gpu, monkeypa
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
-@pytest.mark.parametrize("format", ["w4a8 with fp8", "fp8", "fp8, static"])
-def test_gpus_without_fp8_multiply_what_the_codes_stand_for(format, on_gpu, quantized_alone, monkeypatch):
-    monkeypatch.setattr(triton_linear, "has_fp8", lambda _: False)
-    weight = weight_of(ON_CODES[format])
+@pytest.mark.parametrize("format", ["w4a8 with fp8", "fp8", "fp8, static", W8A8])
+def test_gpus_without_fp8_or_int8_multiply_what_the_codes_stand_for(format, on_gpu, quantized_alone, monkeypatch):
+    lacking = "has_int8" if format == W8A8 else "has_fp8"
+    monkeypatch.setattr(triton_linear, lacking, lambda _: False)
+    weight = weight_of(format if format == W8A8 else ON_CODES[format])
     found = every_composition(on_gpu, weight)
     assert triton_linear.on_codes(rows(2), weight) is None and not quantized_alone
     for one, other in zip(found, every_composition(ops.OperationSet.of("meta"), weight), strict=True):
