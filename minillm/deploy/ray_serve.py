@@ -178,7 +178,7 @@ def resources() -> Mapping[str, float]:
 
 
 def deploy(placements: Sequence[Placement], secret: str) -> None:
-    """Start the replicas of all models, and wait until they run. Raises RuntimeError, which says why."""
+    """Start the replicas of all models, and wait until they run. Raises ReplicaFailed, which says why."""
     serve.start(proxy_location="Disabled")
     targets = []
     for each in placements:
@@ -201,7 +201,7 @@ def deploy(placements: Sequence[Placement], secret: str) -> None:
     try:
         serve.run_many(targets)
     except RuntimeError as error:
-        raise RuntimeError(_why_not() or str(error)) from None
+        raise ReplicaFailed(_why_not() or str(error)) from None
 
 
 def _why_not() -> str:

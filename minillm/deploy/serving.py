@@ -28,6 +28,7 @@ from minillm.server.supervisor.fleet import ServerFailed, Workers
 from . import head
 from .handshake import new_secret
 from .policies import find_policy
+from .replica import ReplicaFailed
 
 if TYPE_CHECKING:  # it imports Ray
     from .ray_serve import Placement
@@ -129,7 +130,7 @@ def running_replicas(
         placements = [_placement(each, config, engine) for each in models]
         try:
             ray_serve.deploy(placements, secret)
-        except RuntimeError as error:
+        except ReplicaFailed as error:
             raise ServerFailed(f"the replicas could not be started: {error}") from None
         given = {
             "address": address,

@@ -202,9 +202,9 @@ def test_why_replicas_could_not_start_is_found_in_what_ray_reports(monkeypatch):
     from minillm.deploy import ray_serve
 
     def application(*messages: str) -> SimpleNamespace:
-        return SimpleNamespace(deployments={place: SimpleNamespace(message=each) for place, each in enumerate(messages)})
+        return SimpleNamespace(deployments={each: SimpleNamespace(message=each) for each in messages})
 
-    report = "failed to start 2 times:\n  File x, line 3\nminillm.deploy.replica.ReplicaFailed: no model at /x: give y\n"
+    report = "failed to start:\n  File x, line 3\nminillm.deploy.replica.ReplicaFailed: no model at /x: give y\n"
     applications = {"one": application(report, "fine"), "two": application(report)}
     monkeypatch.setattr(ray_serve.serve, "status", lambda: SimpleNamespace(applications=applications))
     monkeypatch.setattr(ray_serve.serve, "start", lambda **options: None)
