@@ -303,6 +303,7 @@ class Engine:
     def step(self) -> list[Completion]:
         """Launch as far ahead as allowed, read the oldest step, and return the requests that ended."""
         with self.lock, self._or_reset():
+            speculation, began = self.scheduler.speculation, time.perf_counter()
             while len(self.in_flight) <= self.config.run_ahead:
                 step = self.scheduler.schedule()
                 if step is None:
@@ -312,7 +313,10 @@ class Engine:
                 self.in_flight.append(self.executor.launch(step))
             if self.in_flight:
                 self.trace.write_in_time()
-                self._read(self.in_flight.popleft())
+                oldest = self.in_flight.popleft()
+                self._read(oldest)
+                if speculation is not None:
+                    speculation.timed(oldest.step, time.perf_counter() - began)
             finished, self._finished = self._finished, []
             if not self.has_work:
                 self.trace.flush()

@@ -1,7 +1,8 @@
 """Which rows of a step get drafts, and which tokens.  Lesson 13.
 
 Drafts take what the step has left: its token budget, and blocks that are available. They never delay or preempt a
-request. A row gets some only if all its tokens are known, and none of its tokens runs again until they are read.
+request. A row gets some only if all its tokens are known. While a row waits for that, no step is launched ahead: the
+other rows would run without it, and then it without them, which takes two steps for the tokens of one.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,13 @@ class Drafts:
         step.masks |= self.masks
 
 
+def waiting_for_drafts(self: "Scheduler") -> bool:
+    """Whether a row that may get drafts, or has some, has tokens that are not read yet."""
+    assert self.speculation is not None, "without it there are no drafts"
+    known = self.known[self.order]
+    return bool((self.speculation.waits(self.order, known) & (known != self.confirmed[self.order])).any())
+
+
 def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | None:
     """Ask the proposer for the rows that run their newest token, all others being known. None: there are no drafts.
 
@@ -44,7 +52,8 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
     speculation = self.speculation
     assert speculation is not None, "without it there are no drafts"
     known = self.known[rows]
-    most = np.minimum(speculation.counts[rows], self.limit[rows] - known - 1)
+    most = np.minimum(speculation.most, self.limit[rows] - known - 1)
+    most[~speculation.waits(rows, known)] = 0
     most[(queries != 1) | (known != self.confirmed[rows]) | (known - self.computed[rows] != 1)] = 0
     most[known <= self.prompt[rows]] = 0
     places = np.flatnonzero(most > 0)
@@ -57,12 +66,15 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
         asked.append(Asked(request.request_id, self.tokens[rows[i], : known[i]], int(most[i])))
     left = min(self.max_num_batched_tokens - int(queries.sum()), speculation.most_yielded - len(rows))
     found: dict[int, np.ndarray] = {}
-    for i, drafts in zip(places.tolist(), speculation.propose(asked), strict=True):
-        row = int(rows[i])
-        ends = np.isin(drafts, self.stop_ids[row])  # the token after an end is never needed
-        drafts = drafts[: min(left, int(ends.argmax()) if ends.any() else left)]
-        if len(drafts):
-            found[i], left = drafts, left - len(drafts)
+    proposals = speculation.propose(asked)
+    for i, drafts in enumerate(proposals):  # the token after an end is never needed
+        ends = np.isin(drafts, self.stop_ids[rows[places[i]]])
+        proposals[i] = drafts[: int(ends.argmax())] if ends.any() else drafts
+    lengths = np.array([len(drafts) for drafts in proposals], np.int32)
+    worth = speculation.worth(rows[places], known[places], lengths, len(rows) - len(places))
+    for i, drafts, count in zip(places.tolist(), proposals, worth.tolist(), strict=True):
+        if drafts := drafts[: min(left, count)].tolist():
+            found[i], left = np.array(drafts, np.int32), left - len(drafts)
     return _with_blocks(self, rows, queries, found) if found else None
 
 

@@ -26,7 +26,7 @@ from minillm.speculation.control import Speculation
 from minillm.trace.record import NO_TRACE, Trace
 
 from .admission import Refusal, admit
-from .drafting import Drafts, draft
+from .drafting import Drafts, draft, waiting_for_drafts
 from .fence import Fence
 from .policies import FirstComeFirstServed, Policy, PolicyError
 from .step import NewRow, Step
@@ -187,6 +187,8 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can be launched before a step in flight has been read."""
+        if self.speculation is not None and self.in_flight and waiting_for_drafts(self):
+            return None
         # Running requests go first, and preempt the last of them if blocks run out.
         rows, queries, budget = self._share_budget(self._runnable())
         while not self._grow(rows, queries):
@@ -222,8 +224,6 @@ class Scheduler:
         ready = (self.computed[rows] < known) & (known < self.limit[rows])
         if self.matchers:
             ready &= ~np.isin(rows, list(self.matchers)) | (known == self.confirmed[rows])
-        if self.speculation is not None:
-            ready &= ~self.speculation.waits(rows) | (known == self.confirmed[rows])
         return rows[ready]
 
     def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

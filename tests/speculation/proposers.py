@@ -60,6 +60,13 @@ def following(known: Sequence[Sequence[int]]) -> Callable[[Asked], Sequence[int]
     return outputs
 
 
+class Always(Speculation):
+    """Runs all drafts, whether they are worth their time or not."""
+
+    def worth(self, rows, known, proposed, others):
+        return proposed
+
+
 def speculation(proposer, rows: int, most: int = 3, vocabulary: int = 1000) -> Speculation:
     config = EngineConfig(max_num_seqs=rows, speculate="ngram", speculate_tokens=most).on("cpu")
-    return Speculation(proposer, config, vocabulary)
+    return Always(proposer, config, vocabulary)

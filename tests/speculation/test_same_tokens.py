@@ -8,10 +8,11 @@ import pytest
 import minillm
 from minillm import LLM, RequestOptions, SamplingParams
 from minillm.engine import Engine
+from minillm.speculation import Speculation
 from tests import models
 from tests.chance import SEED
 from tests.proofs import only_in_proofs
-from tests.speculation.proposers import Coin, Oracle, following
+from tests.speculation.proposers import Always, Coin, Oracle, following
 
 pytestmark = pytest.mark.explore
 
@@ -99,6 +100,18 @@ def the_scheduler_is_consistent_after_every_step(monkeypatch):
     monkeypatch.setattr(Engine, "_read", read_and_check)
 
 
+@pytest.fixture(autouse=True)
+def all_drafts_run(request, monkeypatch):
+    """However long steps take on this machine, except where a test is about that."""
+    if "by_the_clock" not in request.fixturenames:
+        monkeypatch.setattr(Speculation, "worth", Always.worth)
+
+
+@pytest.fixture
+def by_the_clock():
+    """The engine decides by measured times which drafts run."""
+
+
 def differences(expected: list[tuple], found: list[tuple]) -> list[tuple]:
     return [pair for pair in zip(expected, found, strict=True) if pair[0] != pair[1]]
 
@@ -171,6 +184,34 @@ def test_a_proposer_that_knows_the_output_saves_most_steps():
         stats = llm.stats()
     assert stats["steps"] == 1 + 5, "the prompt yields one token, a step with seven drafts eight"
     assert stats["draft_tokens"] == stats["accepted_tokens"] == 2 * (4 * 7 + 6)
+
+
+class Now(Oracle):
+    """Drafts wrong tokens where a block is nearly full, and none elsewhere."""
+
+    def _drafts(self, asked):
+        return [5] * asked.most if len(asked.tokens) % 16 == 12 else []
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_steps_without_drafts_go_on_in_blocks_that_drafts_were_given(run_ahead):
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    made = {"dtype": "float64", "device": "cpu", "run_ahead": run_ahead}
+    with LLM(**made) as plain:
+        expected = outcomes(plain, ["Once"], params)
+    with LLM(**made, speculate="ngram") as llm, minillm.using(proposer=lambda: Now(None)):
+        assert outcomes(llm, ["Once"], params) == expected
+        assert llm.stats()["draft_tokens"] > 10
+
+
+@pytest.mark.usefixtures("by_the_clock")
+def test_drafts_that_are_chosen_by_measured_times_change_nothing():
+    prompts, params = requests(12, seed=9)
+    made = {"dtype": "float64", "device": "cpu", "num_blocks": 600, "max_num_seqs": 5}
+    with LLM(**made) as plain:
+        expected = outcomes(plain, prompts, params)
+    with LLM(**made, speculate="ngram") as llm:
+        assert differences(expected, outcomes(llm, prompts, params)) == []
 
 
 def test_a_request_that_wants_no_drafts_gets_none():

@@ -53,8 +53,8 @@ FAULTS = (
     Fault(
         "drafts are not counted in the token budget",
         DRAFTING,
-        "found[i], left = drafts, left - len(drafts)",
-        "found[i] = drafts",
+        "found[i], left = np.array(drafts, np.int32), left - len(drafts)",
+        "found[i] = np.array(drafts, np.int32)",
         ACCEPTED,
     ),
     Fault(
@@ -62,6 +62,6 @@ FAULTS = (
         RUNNER,
         "return bool((step.starts % self.state.block_size == 0).any())",
         "return False",
-        f"{SAME} -k windows",
+        f"{SAME} -k blocks_that_drafts",
     ),
 )

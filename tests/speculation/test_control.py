@@ -1,0 +1,125 @@
+"""How many drafts a row gets, from their acceptance and from times that the tests make up."""
+
+import numpy as np
+import pytest
+
+from minillm.config import EngineConfig
+from minillm.speculation import Speculation
+from minillm.speculation.control import FIRST, LONGEST, MISSES
+from minillm.speculation.costs import SEEN, Costs
+from tests.speculation.proposers import Told
+
+ROW = np.array([0])
+
+
+def made(seconds: dict[tuple[bool, int], float], device: str = "cpu", rows: int = 64) -> Speculation:
+    """seconds: of steps (with drafts, tokens)."""
+    config = EngineConfig(max_num_seqs=rows, speculate="ngram", device=device, run_ahead=1).on(device)
+    found = Speculation(Told({}), config, 1000)
+    for (drafted, tokens), time in seconds.items():
+        for _ in range(SEEN):
+            found.costs.observe(drafted, tokens, time)
+    for row in range(rows):
+        found.occupy(row, True)
+    return found
+
+
+def lived(found: Speculation, right: int, drafted: int, steps: int = 12) -> None:
+    for _ in range(steps):
+        found.learn(ROW, np.array([drafted]), np.array([right]))
+
+
+def chosen(found: Speculation, known: int = 100, proposed: int = 7, others: int = 0) -> int:
+    return int(found.worth(ROW, np.array([known]), np.array([proposed], np.int32), others)[0])
+
+
+FLAT = {(False, 1): 1.0, (True, 2): 1.3, (True, 8): 1.33}  # a GPU: the weights are read once, whatever the tokens
+STEEP = {(False, 1): 1.0, (True, 2): 1.9, (True, 8): 7.0}  # each token costs as much as the first
+
+
+def test_more_drafts_run_the_more_of_them_were_right():
+    counts = []
+    for right in (0, 1, 3, 7):
+        lived(found := made(FLAT), right, 7)
+        counts.append(chosen(found))
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == 7
+
+
+def test_no_draft_runs_where_a_token_costs_as_much_as_it_saves():
+    lived(found := made(STEEP), 3, 7)
+    assert chosen(found) == 0
+    lived(found := made(FLAT), 3, 7)
+    assert chosen(found) > 0
+
+
+def test_drafts_cost_more_next_to_many_rows():
+    seconds = FLAT | {(False, 64): 2.0, (True, 65): 2.3, (True, 71): 3.0}
+    lived(found := made(seconds), 1, 7)
+    assert chosen(found) > 0
+    assert chosen(found, others=63) == 0
+
+
+def test_steps_without_drafts_are_measured_first():
+    found = made({})
+    assert chosen(found) == 0
+    for _ in range(SEEN):
+        found.costs.observe(False, 1, 1.0)
+    assert chosen(found) > 0, "what steps with drafts cost is found out by running one"
+
+
+def test_a_row_whose_drafts_are_wrong_pauses_for_twice_as_long_each_time():
+    found, known, pauses = made(FLAT), 100, []
+    for _ in range(12):
+        while chosen(found, known):
+            found.learn(ROW, np.array([1]), np.array([0]))
+            known += 1
+        begun = known
+        while not found.waits(ROW, np.array([known]))[0]:
+            known += 1
+        pauses.append(known - begun)
+    assert pauses[:4] == [FIRST, 2 * FIRST, 4 * FIRST, 8 * FIRST] and pauses[-1] == LONGEST
+    assert chosen(found, known), "a try"
+    found.learn(ROW, np.array([4]), np.array([4]))
+    lived(found, 0, 1)
+    assert chosen(found, known) == 0
+    assert not found.waits(ROW, np.array([known + FIRST - 1]))[0] and found.waits(ROW, np.array([known + FIRST]))[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_row_without_proposals_runs_ahead_on_a_gpu(device):
+    found = made(FLAT, device)
+    for _ in range(MISSES):
+        assert found.waits(ROW, np.array([100]))[0]
+        assert chosen(found, proposed=0) == 0
+    assert found.waits(ROW, np.array([100]))[0] == (device == "cpu")
+    assert found.waits(ROW, np.array([100 + FIRST]))[0]
+
+
+def test_a_new_row_begins_with_what_other_rows_had():
+    good, bad = made(FLAT), made(FLAT)
+    lived(good, 7, 7, 50)
+    lived(bad, 0, 7, 50)
+    for found, expected in ((good, 7), (bad, 0)):
+        found.occupy(0, True)
+        assert chosen(found) == expected
+
+
+def test_a_row_that_wants_no_drafts_never_waits():
+    found = made(FLAT)
+    found.occupy(0, False)
+    assert not found.waits(ROW, np.array([2**31 - 2]))[0]
+
+
+def test_times_are_kept_by_tokens_and_a_disturbed_step_counts_little():
+    costs = Costs()
+    assert costs.plain(1) is None and costs.drafted(np.array([4, 9]), 1, 0.5).tolist() == [0.5, 0.5]
+    for seconds in (9.0, 1.0):  # the first step of a kind is slow
+        costs.observe(False, 1, seconds)
+        costs.observe(True, 4, 2 * seconds)
+        costs.observe(True, 8, 4 * seconds)
+    assert costs.plain(1) == 1.0 and costs.plain(2) is None
+    assert costs.drafted(np.array([2, 4, 6, 8, 64]), 2, 1.0).tolist() == [1, 2, 3, 4, 4]
+    assert costs.drafted(np.array([4, 6]), 4, 1.0).tolist() == [2, 3], "the two kinds of steps may have one entry"
+    costs.observe(False, 1, 1000.0)
+    assert 1.0 < costs.plain(1) < 1.5
+    assert costs.drafted(np.array([4]), 1, 5.0).tolist() == [5], "drafts never make a step shorter"
