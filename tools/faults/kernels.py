@@ -329,7 +329,7 @@ FAULTS = (
         TRUNCATION,
         "inside = (columns < VOCAB) & (few < count)[:, None]",
         "inside = (columns < VOCAB) & (few < count - 1)[:, None]",
-        "tests/kernels/test_kernels.py -k of_equal_logits",
+        "tests/kernels/test_kernels.py -k truncation_keeps",
     ),
     Fault(
         "logits beyond the keys that are counted weigh nothing",
