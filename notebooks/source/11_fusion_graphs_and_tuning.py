@@ -362,9 +362,9 @@ describe(
 # of tokens, and which token belongs to which row travels in one array that the captured kernels read
 # (`minillm/runner/mixed_graphs.py`). Steps with more than 1,024 prompt tokens or 64 prompts are launched kernel by
 # kernel: the longer the GPU works on a step, the less the time of its launches matters. Sampling is part of the graph,
-# with a temperature, and with top-p (draw only from the most likely tokens, whose probabilities add up to p) and its
-# relatives. For penalties and log-probabilities, extra kernels run after the graph, and every request of the step
-# waits.
+# with a temperature, with top-p (draw only from the most likely tokens, whose probabilities add up to p) and its
+# relatives, and with log-probabilities. For penalties and grammars, extra kernels run after the graph, and every
+# request of the step waits.
 #
 # A captured graph knows nothing about functions that you plug in later. So while an operation of yours is in use, the
 # engine launches kernel by kernel, unless you promise with `using(capturable=True, ...)` that yours may be captured:
