@@ -57,7 +57,7 @@ def llm():
         ({"tensor_parallel_size": True}, "one engine for each"),
         ({"enable_lora": True}, "merge the adapter"),
         ({"revision": "abc"}, "directory of the revision"),
-        ({"speculative_config": {"method": "ngram"}}, "by the model itself"),
+        ({"speculative_config": {"method": "ngram"}}, "speculate='ngram'"),
         ({"enable_chunked_prefill": False}, "policy='whole'"),
     ],
     ids=str,
