@@ -494,8 +494,8 @@ def _device(device: torch.device) -> Device:
 
 
 def _is_large(cache: Cache) -> bool:
-    """Whether 32 bits cannot count the cache's numbers."""
-    return cache.k.numel() >= 1 << 31
+    """Whether 32 bits cannot count the numbers from the cache's first block to its end, gaps between slots included."""
+    return cache.k.shape[0] * cache.k.stride(0) >= 1 << 31
 
 
 def _has_fast_tanh(q: torch.Tensor) -> bool:

@@ -101,7 +101,7 @@ def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: 
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
     graphs.rows[:size] = torch.arange(size, device=state.device)
     state.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
-    state.parameters[:] = torch.tensor([1.0, 0.0, 0.0, 1.0])  # a temperature of 1, and no truncation
+    state.parameters[:] = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])  # a temperature of 1, and nothing else
     state.block_table.random_(runner.num_blocks)
     graphs.captured.decodes.pop(shape, None)  # captured earlier, perhaps with other launches
     captured = graphs.capture(shape).graph

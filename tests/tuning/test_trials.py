@@ -15,7 +15,7 @@ from tests.emulated_graphs import emulated_graphs
 from tests.proofs import only_in_proofs
 
 trials = pytest.importorskip("minillm.tuning.trials", reason="triton is not installed here")
-from minillm.kernels import launch_configs, paged_attention, single_row  # noqa: E402
+from minillm.kernels import gathered_keys, launch_configs, paged_attention, single_row  # noqa: E402
 from minillm.tuning import planning  # noqa: E402  needs triton
 
 TINY = read_config(EMBEDDED)
@@ -73,6 +73,7 @@ def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(run
 @pytest.mark.parametrize("tokens, kernel", [(16, "prefill_attention"), *only_in_proofs((64, "gathered_attention"))])
 def test_prefill_is_tuned_as_whole_prompts_run_it(tokens, kernel, runner, monkeypatch):
     monkeypatch.setattr(trials, "graph_seconds", lambda calls: 1.0)
+    monkeypatch.setattr(gathered_keys, "LEAST_TILES", 2)  # 64 tokens of four heads; interpreted, 24 tiles take minutes
     default = paged_attention.AttentionConfig(32, 32, 4, 1)
     asked = {
         launch_configs.problem(name, dim=64, dtype="float32", group=4): default
