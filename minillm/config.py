@@ -203,7 +203,7 @@ class EngineConfig(Options):
     speculate: str = option(
         "off",
         'draft tokens that one step checks: "ngram" looks up how the text so far went on after the same tokens, or '
-        '"off"; the output is the same (lesson 13)',
+        '"off"; the output is the same',
         choices=("off", "ngram"),
     )
     speculate_tokens: int = option(7, "most tokens drafted for a request in one step", least=1, most=63)

@@ -4,16 +4,14 @@ It joins Ray's cluster to reserve places on replicas, and talks to them over con
 """
 
 import asyncio
-import sys
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from minillm.server import control, logs
 from minillm.server.control import Control
-from minillm.server.limits import SWITCH_INTERVAL
 from minillm.server.shares import Shares
-from minillm.server.worker.worker import Front
+from minillm.server.worker.worker import Front, run
 
 from .policies import find_policy
 from .replicas import ReplicatedEngine
@@ -56,20 +54,5 @@ async def work(given: dict[str, Any], owner: Control, shares: tuple[Shares, int]
         engine.close()
 
 
-def main() -> None:
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    logs.set_up("text", "warning")
-    given = control.given()
-    owner, shares = given["control"], None
-    if "shares" in given:
-        file, count, slot = given["shares"]
-        shares = Shares(file, count), slot
-    try:
-        asyncio.run(work(given, owner, shares))
-    except Exception as error:
-        owner.send({"op": "failed", "why": f"{type(error).__name__}: {error}"})
-        raise
-
-
 if __name__ == "__main__":
-    main()
+    run(work)

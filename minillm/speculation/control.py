@@ -1,4 +1,4 @@
-"""How many tokens to draft for each row, and what became of them.  Lesson 13.
+"""How many tokens to draft for each row, and what became of them.
 
 A draft at place j of a row is needed with the probability p^j, where p is how often the row's drafts were right lately.
 So k drafts yield 1 + p + ... + p^k tokens on average. They are worth their time if that many tokens for the time of the
@@ -54,9 +54,8 @@ class Speculation:
         self._right, self._tried = np.zeros(rows), np.zeros(rows)  # drafts, older ones counting less
         self._misses = np.zeros(rows, np.int32)
         self._all_right, self._all_tried = 1.0, 2.0  # of all rows, with which a new one begins
-        self.drafts = self.draft_tokens = self.accepted_tokens = (
-            0  # so far: rows of steps, their drafts, and right ones
-        )
+        # So far: rows of steps that had drafts, their drafts, and those that were right.
+        self.drafts = self.draft_tokens = self.accepted_tokens = 0
 
     def occupy(self, row: int, wanted: bool) -> None:
         """Begin with a row's new request, and with drafts for it if they are `wanted`."""

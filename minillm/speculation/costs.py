@@ -1,4 +1,4 @@
-"""How long steps take, by the tokens they run: measured while the engine works.  Lesson 13."""
+"""How long steps take, by the tokens they run: measured while the engine works."""
 
 import numpy as np
 

@@ -7,10 +7,10 @@ which its owner hands it connections to the engine (see `control`). It outlives 
 import asyncio
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import control, garbage, logs
 from ..config import ServerConfig
@@ -180,7 +180,8 @@ class Front:
             stopper.cancel()
 
 
-def main() -> None:
+def run(serve: Callable[[dict[str, Any], Control, tuple[Shares, int] | None], Coroutine[Any, Any, None]]) -> None:
+    """Be a worker's process: `serve` with what it was given, the connection to its owner, and all workers' shares."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     logs.set_up("text", "warning")  # stderr is inherited from the server
     given = control.given()
@@ -189,10 +190,14 @@ def main() -> None:
         file, count, slot = given["shares"]
         shares = Shares(file, count), slot
     try:
-        asyncio.run(work(control.opened(given["listener"]), owner, shares=shares, log_as=logs.set_up))
+        asyncio.run(serve(given, owner, shares))
     except Exception as error:
         owner.send({"op": "failed", "why": f"{type(error).__name__}: {error}"})
         raise
+
+
+def main() -> None:
+    run(lambda given, owner, shares: work(control.opened(given["listener"]), owner, None, shares, logs.set_up))
 
 
 if __name__ == "__main__":
