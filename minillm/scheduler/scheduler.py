@@ -257,9 +257,8 @@ class Scheduler:
         if not self.tables.slides:
             return
         if self.speculation is not None:
-            rows = rows[
-                ~self.speculation.unread[rows]
-            ]  # what their drafts hide comes back into sight if they are wrong
+            # What a row's drafts hide comes back into sight if they are wrong.
+            rows = rows[~self.speculation.unread[rows]]
         rows = rows[(self.tables.hidden(self.computed[rows]) > self.tables.gone[:, rows]).any(axis=0)]
         for row in rows:
             self._register(self.requests[row], int(self.computed[row]))  # what others may still find
