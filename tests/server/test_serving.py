@@ -189,7 +189,7 @@ def test_stopping_does_not_wait_for_an_endless_stream(model_directory):
     engine = AsyncLLM(model_directory, load_format="dummy", device="cpu", max_num_seqs=4)
     body = {"prompt": "The river", "max_tokens": 250, "ignore_eos": True, "stream": True}
     with paused_steps(free=6) as resume, httpx.Client(timeout=TIMEOUT) as client:
-        with running(engine) as server:
+        with running(engine, shutdown_grace=0.2) as server:
             response = client.send(client.build_request("POST", server.url + "/v1/completions", json=body), stream=True)
             lines = response.iter_lines()  # a variable keeps the iterator, and so the stream, open
             next(lines)

@@ -41,6 +41,7 @@ def measured():
     return records.read("h200/build")["plan"]["measured"]
 
 
+@pytest.mark.proof
 def test_the_solved_lesson_runs_where_there_is_no_triton():
     environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(build.ROOT)}
     command = [sys.executable, "-c", WITHOUT_TRITON, str(SOURCE)]
