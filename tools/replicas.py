@@ -2,10 +2,12 @@
 
     python tools/replicas.py --record replicas
 
-Needs Ray: `pip install '.[ray]'`. Three parts:
+Needs Ray: `pip install '.[ray]'`. The parts:
 
 * `added`: both servers have one HTTP worker and one engine, whose steps only sleep (`tools/sleeping_engine.py`). They
-  are loaded in turn, by as many clients. `ray_choose_s` is Ray's floor: seconds to reserve a place on an empty replica.
+  are loaded in turn, by as many clients. `ray_choose_s` is what Ray takes to reserve a place on an empty replica, which
+  no request waits for.
+* `bursts`: the same servers, but all clients send one request at once, and then none until no places are kept.
 * `throughput`: the same with the embedded model for real.
 * `killed`: two replicas of the embedded model answer sampled requests with seeds; one replica is killed with SIGKILL.
   Every answer must be the same as without the fault.
@@ -32,6 +34,7 @@ import aiohttp  # noqa: E402
 import psutil  # noqa: E402
 
 from minillm.bench import records, serve  # noqa: E402
+from minillm.deploy.places import KEEP  # noqa: E402
 
 LENGTH = 128
 CLIENTS = (1, 8, 32)
@@ -84,8 +87,9 @@ def serving(*options: str, sleeping: bool = False) -> Iterator[Server]:
             process.communicate()
 
 
-def load(server: Server, clients: int, requests: int, seed: int) -> dict:
+def load(server: Server, clients: int, requests: int, seed: int, warmup: int | None = None) -> dict:
     """Load a server once. Returns what was measured, with the processor time of its processes."""
+    warmup = clients if warmup is None else warmup
     before = server.cpu()
     content = serve.run(
         server.url,
@@ -93,12 +97,12 @@ def load(server: Server, clients: int, requests: int, seed: int) -> dict:
         input_len=LENGTH,
         output_len=LENGTH,
         requests=requests,
-        warmup=clients,
+        warmup=warmup,
         seed=seed,
         quiet=True,
     )
     (found,) = content["results"]
-    tokens = (requests + clients) * LENGTH  # those of the warm-up, too: they have taken processor time
+    tokens = (requests + warmup) * LENGTH  # those of the warm-up, too: they have taken processor time
     return {
         "ttft_p50_s": found["ttft_s"]["p50"],
         "ttft_p99_s": found["ttft_s"]["p99"],
@@ -146,14 +150,34 @@ def idle(server: Server, seconds: float = 5.0) -> float:
     return server.spent(before) / (time.perf_counter() - begun)
 
 
-def added(pairs: int) -> list[dict]:
-    """Measure what Ray adds to an engine whose steps sleep."""
-    floor = choosing()
+@contextmanager
+def sleeping_servers() -> Iterator[dict[str, Server]]:
+    """Run both servers with engines whose steps sleep."""
     with ExitStack() as stack:
-        servers = {
+        yield {
             ENGINE: stack.enter_context(serving(sleeping=True)),
             REPLICA: stack.enter_context(serving("--replicas", "1", "--replica-cpus", "0.1", sleeping=True)),
         }
+
+
+def bursts(pairs: int) -> list[dict]:
+    """Measure requests that find no places that were kept."""
+    rows = []
+    with sleeping_servers() as servers:
+        for clients in CLIENTS[1:]:
+            runs: dict[str, list[dict]] = {name: [] for name in servers}
+            for each in range(3 * pairs):
+                for name in sorted(servers, reverse=bool(each % 2)):
+                    time.sleep(2 * KEEP)
+                    runs[name].append(load(servers[name], clients, clients, seed=1000 * clients + each, warmup=0))
+            rows.append(row("bursts", clients, runs))
+    return rows
+
+
+def added(pairs: int) -> list[dict]:
+    """Measure what Ray adds to an engine whose steps sleep."""
+    floor = choosing()
+    with sleeping_servers() as servers:
         resting = {name: idle(server) for name, server in servers.items()}
         return [
             row("added", clients, in_turn(servers, clients, REQUESTS[clients], pairs), idle_cores=resting)
@@ -192,7 +216,7 @@ async def measure(handle, clients, count):
     async def one():
         for _ in range(count):
             begun = time.perf_counter()
-            async with handle.choose_replica(list):
+            async with handle.choose_replica(""):
                 times.append(time.perf_counter() - begun)
                 await asyncio.sleep(SECONDS)
     await asyncio.gather(*(one() for _ in range(clients)))
@@ -203,7 +227,7 @@ with tempfile.TemporaryDirectory() as folder:
     node = ray_serve.start_head(2, folder)
     ray_serve.join(node.gcs_address)
     serve.start(proxy_location="Disabled")
-    routing = RequestRouterConfig(request_router_class="minillm.deploy.ray_serve.PrefixRouter")
+    routing = RequestRouterConfig(request_router_class="minillm.deploy.ray_serve.NamedRouter")
     empty = serve.deployment(Empty, name="empty", num_replicas=1, max_ongoing_requests=1000,
                              ray_actor_options={"num_cpus": 0.1}, request_router_config=routing)
     handle = serve.run(empty.bind(), name="floor", route_prefix=None)
@@ -307,7 +331,7 @@ def killed(rounds: int) -> list[dict]:
     return rows
 
 
-PARTS = {"added": added, "throughput": throughput, "killed": killed}
+PARTS = {"added": added, "bursts": bursts, "throughput": throughput, "killed": killed}
 
 
 def main() -> None:

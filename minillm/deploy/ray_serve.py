@@ -30,8 +30,9 @@ from minillm.errors import ConfigError
 from minillm.server.ledger import Families
 
 from . import replicas as replicas_module
+from .places import Reserve
 from .replica import ENGINE, EngineDoor, ReplicaFailed
-from .replicas import Choose, Listed, Order
+from .replicas import Listed
 
 VERSION = "2.60."
 DEPLOYMENT = "replica"
@@ -106,8 +107,8 @@ class Replica:
             self.door.close()
 
 
-class PrefixRouter(RequestRouter):
-    """Serve's request router: it asks the request, which is an `Order`, and reports which replicas there are.
+class NamedRouter(RequestRouter):
+    """Serve's request router: a request names its replica, which a worker has chosen. Reports which replicas there are.
 
     Ray copies this class with the values that it refers to, but not the modules.
     """
@@ -122,10 +123,8 @@ class PrefixRouter(RequestRouter):
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # or else it would be asked again without a pause
-        order: Order = pending_request.args[0]
-        named = {each.replica_id.unique_id: each for each in candidate_replicas}
-        running = {name: self.replica_queue_len_cache.get(each.replica_id) or 0 for name, each in named.items()}
-        return [[named[name]] for name in order(running)]
+        named = [each for each in candidate_replicas if each.replica_id.unique_id in pending_request.args]
+        return [named or candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -191,7 +190,7 @@ def deploy(placements: Sequence[Placement], secret: str) -> None:
             ray_actor_options={"num_cpus": each.cpus, "num_gpus": each.gpus},
             placement_group_bundles=[bundle],
             request_router_config=RequestRouterConfig(
-                request_router_class=f"{PrefixRouter.__module__}.{PrefixRouter.__name__}"
+                request_router_class=f"{NamedRouter.__module__}.{NamedRouter.__name__}"
             ),
             health_check_period_s=HEALTH_PERIOD,
             graceful_shutdown_timeout_s=each.shutdown_grace,
@@ -217,17 +216,17 @@ def remove(placements: Sequence[Placement]) -> None:
         serve.delete(each.application)
 
 
-def chooser(application: str, listed: Listed) -> Choose:
+def reserver(application: str, listed: Listed) -> Reserve:
     """Return what reserves places on an application's replicas. listed: called with their addresses, on any thread."""
     replicas_module.LISTENERS[application] = listed
     handle = serve.get_deployment_handle(DEPLOYMENT, application).options(stream=False)  # begins to listen, too
 
     @asynccontextmanager
-    async def choose(order: Order) -> AsyncIterator[str]:
-        async with handle.choose_replica(order) as chosen:
+    async def reserve(name: str) -> AsyncIterator[str]:
+        async with handle.choose_replica(name) as chosen:
             yield chosen.replica_id
 
-    return choose
+    return reserve
 
 
 class Counts:

@@ -1,19 +1,18 @@
 """The replicas of a model, as an HTTP worker sees them: an engine that outlives each of them.
 
-Each request has a task, which reserves a place on a replica, submits the request there, and keeps the place until the
-request has ended. If the replica is lost before, the task reserves a place on another one. There the request goes on
-with the tokens that it has, as the end of its prompt: the numbers that sampling draws depend on seed and position
-alone, so the text is what it would have been, and no token is sent twice.
+Each request has a task, which chooses a replica and submits the request there at once. The place that Ray Serve counts
+for it is reserved meanwhile (see `places`). If the replica is lost before the request has ended, the task chooses
+another one. There the request goes on with the tokens that it has, as the end of its prompt: the numbers that sampling
+draws depend on seed and position alone, so the text is what it would have been, and no token is sent twice.
 """
 
 import asyncio
 import base64
 import logging
 import random
-import threading
 from array import array
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -47,22 +46,19 @@ from minillm.tokenizer import Tokenizer
 
 from . import handshake
 from .handshake import Stranger
+from .places import HeldPlaces, Reserve
 from .router import Policy, Routed, Router, by_prefix_and_load
 
 log = logging.getLogger(__name__)
-ATTEMPT = 10.0  # seconds to reserve a place, before another replica is tried
+AVOID = 10.0  # seconds for which a replica is the last choice if it did not answer Ray
 WAIT = 120.0  # seconds that a request waits for a replica, if there is none
 MOVES = 2  # so often a request goes on elsewhere: one that ends every replica must not end them all
 AGAIN = 0.5  # seconds until a request that was moved to a busy replica is submitted again
-RETRY, SLOWEST = 0.05, 2.0  # seconds between attempts to connect; doubled each time, up to the second
+RETRY, SLOWEST = 0.05, 2.0  # seconds between attempts to connect, or to choose; doubled each time, up to the second
 RETRY_AFTER = 5  # seconds, for clients, while no replica runs
 RUN_OR_WAIT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 Answer = TypeVar("Answer")
-Order = Callable[[Mapping[str, int]], list[str]]  # requests on each replica -> the replicas, best first
-# Reserves a place on the first replica of an order that has one, for as long as the block lasts; gives its name.
-Choose = Callable[[Order], AbstractAsyncContextManager[str]]
-
 Listed = Callable[[dict[str, tuple[str, int]]], object]  # is told the addresses of all replicas
 LISTENERS: dict[str, Listed] = {}  # by Ray's application
 
@@ -83,10 +79,8 @@ class _Request:
     prompt: int
     keys: list[bytes]
     replica: "_Replica | None" = None
-    routed: Routed | None = None  # where it runs, or will
     moves: int = 0
     over: bool = False
-    avoided: list[str] = field(default_factory=list)  # replicas that gave no place
     turn: asyncio.Event = field(default_factory=asyncio.Event)  # it is over, or its replica is lost
     task: asyncio.Task | None = None
 
@@ -127,13 +121,13 @@ class _Replica(RemoteEngine):
 class ReplicatedEngine(EngineClient):
     """A `ServedEngine` over replicas, which come and go. `connected` is done once one of them is connected.
 
-    choose: reserves places. secret: that of the server's connections. policy: see `router`. moved: called with the
-    number of choices that go on elsewhere. tell: called with what the routers of other workers should `learn`.
+    reserve: see `places`. secret: that of the server's connections. policy: see `router`. moved: called with the number
+    of choices that go on elsewhere. tell: called with what the other workers should `learn`.
     """
 
     def __init__(
         self,
-        choose: Choose,
+        reserve: Reserve,
         secret: str,
         policy: Policy = by_prefix_and_load,
         moved: Callable[[int], object] = lambda choices: None,
@@ -141,13 +135,16 @@ class ReplicatedEngine(EngineClient):
     ):
         super().__init__()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._choose, self._secret, self._policy, self._moved, self._tell = choose, secret, policy, moved, tell
+        self._secret, self._policy, self._moved, self._tell = secret, policy, moved, tell
+        self._places = HeldPlaces(reserve, self._avoid)
         self._listed: dict[str, tuple[str, int]] = {}
         self._replicas: dict[str, _Replica] = {}  # those that are connected
         self._reaching: dict[str, asyncio.Task] = {}
         self._requests: dict[int, _Request] = {}  # by the keys of their choices
-        self._tasks: set[asyncio.Task] = set()  # of requests, and of places that are given back
-        self._routing = threading.Lock()  # held while the router is used, which Ray does on a thread of its own
+        self._tasks: set[asyncio.Task] = set()  # of requests and of connections that are made
+        self._others: dict[tuple[int, str], int] = {}  # another worker, a replica -> requests that it has there
+        self._avoided: dict[str, float] = {}  # until when, by the loop's clock
+        self._changed = asyncio.Event()  # set, and replaced, when there are other replicas to choose from
 
     # ---- the replicas
 
@@ -158,8 +155,18 @@ class ReplicatedEngine(EngineClient):
     def listed(self, addresses: Mapping[str, tuple[str, int]]) -> None:
         """Take note of all replicas that accept requests now, and connect to the new ones."""
         self._listed = dict(addresses)
+        self._places.listed(addresses)
         for name in addresses:
             self._reach(name)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have requests that wait for a replica choose again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _avoid(self, name: str) -> None:
+        self._avoided[name] = asyncio.get_running_loop().time() + AVOID
 
     def _reach(self, name: str) -> None:
         if name in self._listed and name not in self._reaching and name not in self._replicas:
@@ -193,17 +200,17 @@ class ReplicatedEngine(EngineClient):
             self.facts = facts
             self._router = Router(max(facts.block_size, 1), self._policy)
             self.connected.set_result(None)
-        with self._routing:
-            self._router.join(replica.name, facts.prefix_blocks)
+        self._router.join(replica.name, facts.prefix_blocks)
         self._replicas[replica.name] = replica
+        self._wake()
 
     def lost(self, replica: _Replica) -> None:
         """Forget a replica whose connection has ended. Its requests go on elsewhere."""
         if self._replicas.get(replica.name) is not replica:
             return
         del self._replicas[replica.name]
-        with self._routing:
-            self._router.leave(replica.name)
+        self._router.leave(replica.name)
+        self._avoided.pop(replica.name, None)
         if replica.requests:
             log.warning("replica %s is lost; %d requests go on elsewhere", replica.name, len(replica.requests))
         for request in replica.requests:
@@ -213,16 +220,21 @@ class ReplicatedEngine(EngineClient):
     def close(self) -> None:
         """Disconnect from all replicas, for good."""
         self._listed = {}
+        self._places.listed(())
         for task in self._reaching.values():
             task.cancel()
         for replica in list(self._replicas.values()):
             replica.close()
 
     def learn(self, what: Mapping[str, Any]) -> None:
-        """Take note of what another worker told."""
-        keys = base64.b64decode(what["keys"])
-        with self._routing:
-            self._router.learn(what["replica"], [keys[at : at + 16] for at in range(0, len(keys), 16)])
+        """Take note of what another worker told: the prefix of a request, and how many it has on that replica now."""
+        keys, replica = base64.b64decode(what["keys"]), what["replica"]
+        self._others[what["worker"], replica] = what["requests"]
+        self._router.learn(replica, [keys[at : at + 16] for at in range(0, len(keys), 16)])
+
+    def forget(self, worker: int) -> None:
+        """Take note that another worker has ended, with its requests."""
+        self._others = {pair: count for pair, count in self._others.items() if pair[0] != worker}
 
     # ---- requests
 
@@ -270,16 +282,17 @@ class ReplicatedEngine(EngineClient):
         """Run a request on one replica after another, until it is over."""
         try:
             async with asyncio.timeout(WAIT) as waiting:
+                delay = RETRY
                 while not request.over:
-                    held = AsyncExitStack()
-                    try:
-                        replica = await self._place(request, held)
-                        if replica is not None:
-                            waiting.reschedule(None)
-                            await self._run_on(replica, request)
-                    finally:
-                        self._task(held.aclose())  # not awaited: the replica's machine may be gone
-                    if not request.over and replica is not None:
+                    replica = self._choose(request)
+                    if replica is None:
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(self._changed.wait(), delay)
+                        delay = min(2 * delay, SLOWEST)
+                        continue
+                    waiting.reschedule(None)
+                    await self._run_on(replica, request)
+                    if not request.over:
                         self._move(request)
                         waiting.reschedule(asyncio.get_running_loop().time() + WAIT)
         except TimeoutError:
@@ -287,76 +300,48 @@ class ReplicatedEngine(EngineClient):
         except Exception as error:
             self._fail(request, error)
 
-    async def _place(self, request: _Request, held: AsyncExitStack) -> "_Replica | None":
-        """Reserve a place, and enter it into `held`. Returns None if that took too long, or the replica is lost."""
-        found: list[str] = []
-        settled = False
-
-        def order(running: Mapping[str, int]) -> list[str]:
-            """Order the replicas, and count the request as the best one's: others may ask before it has a place."""
-            with self._routing:
-                if settled:  # Ray asks for a place that nothing waits for any more
-                    return list(found)
-                self._withdraw(request)
-                listed = self._router.order(request.prompt, request.keys, list(running), running)
-                found[:] = sorted(listed, key=lambda name: name in request.avoided)
-                if found:
-                    request.routed = self._router.begin(found[0], request.prompt, request.keys)
-            return list(found)
-
-        replica = None
-        try:
-            async with asyncio.timeout(ATTEMPT):
-                replica = self._replicas.get(await held.enter_async_context(self._choose(order)))
-        except TimeoutError:
-            request.avoided += found[:1]
-        finally:
-            with self._routing:
-                settled = True
-                if request.routed is not None and (replica is None or request.routed.replica != replica.name):
-                    self._withdraw(request)
-                if replica is not None and request.routed is None:
-                    request.routed = self._router.begin(replica.name, request.prompt, request.keys)
-        return replica
-
-    def _withdraw(self, request: _Request) -> None:
-        """Tell the router that a request does not run where it was to run."""
-        if request.routed is not None:
-            self._router.withdraw(request.routed)
-            request.routed = None
+    def _choose(self, request: _Request) -> "_Replica | None":
+        """Return the best replica for a request. Returns None if there is none, or the policy wants none now."""
+        running = {name: len(self._replicas[name].requests) for name in self._listed if name in self._replicas}
+        for (_, name), count in self._others.items():
+            if name in running:
+                running[name] += count
+        found = self._router.order(request.prompt, request.keys, list(running), running)
+        now = asyncio.get_running_loop().time()
+        return self._replicas[min(found, key=lambda name: self._avoided.get(name, 0) > now)] if found else None
 
     async def _run_on(self, replica: _Replica, request: _Request) -> None:
         """Run a request on a replica until it is over or the replica is lost."""
-        routed, request.routed = request.routed, None
-        assert routed is not None
-        self._tell_of(routed, request.keys)
+        routed = self._router.begin(replica.name, request.prompt, request.keys)
         request.replica, request.turn = replica, asyncio.Event()
         replica.requests.add(request)
+        self._places.take(replica.name)
         try:
             for submit in self._submissions(request):
                 replica.send(submit)
+            self._tell_of(replica, request.keys)
             await request.turn.wait()
         except EngineGone:  # it is lost just now
             pass
         finally:
             replica.requests.discard(request)
             request.replica = None
-            self._leave(routed, request)
+            self._places.give(replica.name)
+            self._leave(replica, routed, request)
 
-    def _leave(self, routed: Routed, request: _Request) -> None:
-        """Tell the router what the request leaves in the replica's cache."""
+    def _leave(self, replica: _Replica, routed: Routed, request: _Request) -> None:
+        """Tell the routers what the request leaves in the replica's cache."""
         keys = request.keys
         if keys:
             done = request.choices[request.submit.key].completion
             ids = np.array(done.prompt_token_ids + done.token_ids, np.int32)
             keys = prefix_keys(ids, self._router.block_size, request.options.cache_key, keys)
-            self._tell_of(routed, keys)
-        with self._routing:
-            self._router.end(routed, len(request.answer), keys)
+        self._tell_of(replica, keys)
+        self._router.end(routed, len(request.answer), keys)
 
-    def _tell_of(self, routed: Routed, keys: Sequence[bytes]) -> None:
-        if keys:
-            self._tell({"replica": routed.replica, "keys": base64.b64encode(b"".join(keys)).decode()})
+    def _tell_of(self, replica: _Replica, keys: Sequence[bytes]) -> None:
+        told = base64.b64encode(b"".join(keys)).decode()
+        self._tell({"replica": replica.name, "keys": told, "requests": len(replica.requests)})
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
         """Start a task, which is kept until it is done."""

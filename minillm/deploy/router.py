@@ -130,12 +130,6 @@ class Router:
         known.use(keys)
         return routed
 
-    def withdraw(self, routed: Routed) -> None:
-        """Note that a request does not run where `begin` was told, after all."""
-        if (replica := self._replicas.get(routed.replica)) is not None:
-            replica.given -= routed.work
-            replica.drop(routed)
-
     def end(self, routed: Routed, answer: int, keys: Sequence[bytes] = ()) -> None:
         """Note that a request has ended. answer: tokens that it generated; keys: those of prompt and answer."""
         self._answer += (answer - self._answer) / RECENT

@@ -1,6 +1,6 @@
 """An HTTP worker of a server with replicas: the same HTTP, other engines.  See `minillm.server.worker.worker`.
 
-It joins Ray's cluster to reserve places on replicas, and talks to them over connections of its own.
+It joins Ray's cluster to learn which replicas there are, and talks to them over connections of its own.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ async def work(given: dict[str, Any], owner: Control, shares: tuple[Shares, int]
                 loop.call_soon_threadsafe(lambda: engines[name].listed(addresses))
 
         engines[name] = ReplicatedEngine(
-            ray_serve.chooser(application, listed),
+            ray_serve.reserver(application, listed),
             given["secret"],
             find_policy(given["policy"]),
             lambda choices: owner.send({"op": "moved", "choices": choices}),
@@ -42,8 +42,12 @@ async def work(given: dict[str, Any], owner: Control, shares: tuple[Shares, int]
         )
 
     def obey(message: dict) -> None:
-        if message["op"] == "told":
-            engines[message["model"]].learn(message)
+        match message["op"]:
+            case "told":
+                engines[message["model"]].learn(message)
+            case "left":
+                for engine in engines.values():
+                    engine.forget(message["worker"])
 
     async def connected() -> None:
         await asyncio.gather(*(engine.connected for engine in engines.values()))

@@ -10,7 +10,8 @@ From the owner of a worker:
     engine      a socket: the connection to the engine; seconds: from its end until another one is ready, by estimate
     gone        there is no engine; seconds: until there is, by estimate
     counted     families: all that the server has counted; id: that of the question
-    told        what another worker told all others, as further members
+    told        what another worker told all others, as further members; worker: that one's slot
+    left        worker: the slot of another one that has ended
     stop        accept no new requests, finish those that run; grace: seconds until the rest is aborted
 From a worker:
     ready       it accepts requests

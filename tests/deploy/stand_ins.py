@@ -1,6 +1,5 @@
 """Replicas without processes and without Ray: several hubs of one engine, each behind a port of its own."""
 
-import asyncio
 import socket
 import threading
 from collections import Counter
@@ -46,18 +45,16 @@ class LocalRay:
 
     def __init__(self, *replicas: LocalReplica):
         self.replicas = {each.name: each for each in replicas}
-        self.held, self.ever = Counter(), Counter()
+        self.held = Counter()
 
     @asynccontextmanager
-    async def choose(self, order):
-        while not (names := order({name: self.held[name] for name in self.replicas})):
-            await asyncio.sleep(0.005)
-        self.held[names[0]] += 1
-        self.ever[names[0]] += 1
+    async def reserve(self, name):
+        name = name if name in self.replicas else next(iter(self.replicas), name)
+        self.held[name] += 1
         try:
-            yield names[0]
+            yield name
         finally:
-            self.held[names[0]] -= 1
+            self.held[name] -= 1
 
     @property
     def addresses(self):
@@ -78,16 +75,21 @@ def local_replicas(engine, count: int = 2, **options):
 @asynccontextmanager
 async def connected(ray: LocalRay, **options):
     """An engine of all replicas, once it is connected to each of them; options: arguments of `ReplicatedEngine`."""
-    replicated = ReplicatedEngine(ray.choose, SECRET, **options)
+    replicated = ReplicatedEngine(ray.reserve, SECRET, **options)
     replicated.listed(ray.addresses)
     await async_wait_until(lambda: len(replicated._replicas) == len(ray.replicas))
     try:
         yield replicated
-        await async_wait_until(lambda: not any(ray.held.values()))
+        await async_wait_until(lambda: not homes(replicated))
         assert not replicated._requests
     finally:
         replicated.close()
-    await async_wait_until(lambda: not replicated._tasks)
+    await async_wait_until(lambda: not replicated._tasks and not any(ray.held.values()))
+
+
+def homes(replicated) -> list[str]:
+    """The replicas that run requests, once for each."""
+    return [name for name, each in replicated._replicas.items() for _ in each.requests]
 
 
 async def collect(replicated, prompts, params, n=1, options=None, seen=lambda choice, delta: None, partly=False):

@@ -11,7 +11,7 @@ from minillm.request import RequestOptions, SamplingParams
 from minillm.server.wire import Alive, Gauges, State
 from minillm.server.worker.choice import Prompt
 from minillm.server.worker.link import Busy, EngineError, EngineGone
-from tests.deploy.stand_ins import SECRET, LocalReplica, collect, connected, local_replicas
+from tests.deploy.stand_ins import SECRET, LocalReplica, collect, connected, homes, local_replicas
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -51,7 +51,7 @@ def lose_one(engine, params, *, prompts=(PROMPT,), n=1, after=4, expected=1, opt
         with paused_steps(free=after) as resume:
             answer = asyncio.ensure_future(collect(replicated, prompts, params, n, options, see, partly))
             await async_wait_until(lambda: len(deltas) == len(prompts) * n or answer.done())
-            (name,) = [name for name, count in ray.held.items() if count]
+            (name,) = homes(replicated)
             await asyncio.to_thread(ray.replicas.pop(name).kill)
             resume.set()
             return await answer
@@ -81,13 +81,15 @@ def test_a_place_is_held_as_long_as_the_request_runs(engine):
         with paused_steps(free=3) as resume:
             source = replicated.stream([Prompt(PROMPT)], GREEDY)
             await anext(source)
-            during = sum(ray.held.values())
+            await async_wait_until(lambda: sum(ray.held.values()) == 1)
+            assert ray.held[homes(replicated)[0]] == 1
             resume.set()
             async for _ in source:
                 pass
-        return during
+        replicated.listed({})  # and so nothing is kept for the next request
+        await async_wait_until(lambda: not sum(ray.held.values()))
 
-    assert run(engine, work) == 1
+    run(engine, work)
 
 
 def test_a_client_that_leaves_frees_the_place_and_the_engine(engine):
@@ -102,14 +104,14 @@ def test_a_client_that_leaves_frees_the_place_and_the_engine(engine):
 
 def test_a_client_that_leaves_before_it_has_a_place_takes_none(engine):
     async def work(replicated, ray):
-        addresses, ray.replicas = ray.replicas, {}
+        replicated.listed({})
         source = replicated.stream([Prompt(PROMPT)], GREEDY)
         first = asyncio.ensure_future(anext(source))
         await async_wait_until(lambda: replicated._requests)
         await asyncio.sleep(0)
+        assert not homes(replicated)
         first.cancel()
         await asyncio.wait([first])
-        ray.replicas = addresses
 
     run(engine, work)
 
@@ -117,41 +119,52 @@ def test_a_client_that_leaves_before_it_has_a_place_takes_none(engine):
 def test_a_conversation_stays_where_it_began(engine):
     async def work(replicated, ray):
         first = (await collect(replicated, [PROMPT], GREEDY))[0]
-        (home,) = ray.ever
-        other = await collect(replicated, [[9] * 40], GREEDY)
-        assert set(ray.ever) == {"a", "b"} and other
+        await collect(replicated, [[9] * 40], GREEDY)
         second = PROMPT + first.token_ids + [3, 4, 5]
-        before = ray.ever[home]
-        answer = (await collect(replicated, [second], GREEDY))[0]
-        assert ray.ever[home] == before + 1
-        return answer
+        return (await collect(replicated, [second], GREEDY))[0]
 
-    assert run(engine, work).num_cached_tokens >= 48
+    where = []
+    answer = run(engine, work, tell=lambda what: where.append(what["replica"]))
+    assert where[::2] == where[1::2], "each request begins and ends on the same replica"
+    assert where[0] == where[4] != where[2]
+    assert answer.num_cached_tokens >= 48
 
 
 def test_requests_that_come_together_are_spread(engine):
-    """Each is routed before the others have their places."""
-
     async def work(replicated, ray):
-        choose, asked = ray.choose, []
+        prompts = [[place] * 8 for place in range(5, 11)]
+        with paused_steps() as resume:
+            answers = [asyncio.ensure_future(collect(replicated, [each], GREEDY)) for each in prompts]
+            await async_wait_until(lambda: len(homes(replicated)) == 6)
+            found = sorted(homes(replicated))
+            resume.set()
+            await asyncio.gather(*answers)
+        return found
+
+    assert run(engine, work) == ["a"] * 3 + ["b"] * 3
+
+
+def test_no_request_waits_for_its_place(engine):
+    async def work(replicated, ray):
+        asked = asyncio.Event()
 
         @asynccontextmanager
-        async def slow(order):
-            async def given(names):
-                asked.append(names)
-                await async_wait_until(lambda: len(asked) >= 6)
-                async with choose(lambda running: names) as name:
-                    yield name
+        async def never(name):
+            asked.set()
+            await asyncio.Event().wait()
+            yield name
 
-            async for name in given(order(dict.fromkeys(ray.replicas, 0))):
-                yield name
+        replicated._places._reserve = never
+        with paused_steps(free=3) as resume:
+            answer = asyncio.ensure_future(collect(replicated, [PROMPT], GREEDY))
+            await asked.wait()
+            resume.set()
+            found = (await answer)[0].token_ids
+        for task in replicated._places._tasks:
+            task.cancel()
+        return found
 
-        replicated._choose = slow
-        prompts = [[place] * 8 for place in range(5, 11)]
-        await asyncio.gather(*(collect(replicated, [each], GREEDY) for each in prompts))
-        return ray.ever
-
-    assert run(engine, work) == {"a": 3, "b": 3}
+    assert run(engine, work) == alone(engine).token_ids
 
 
 def test_the_salt_is_part_of_the_prefix(engine):
@@ -238,7 +251,7 @@ def test_what_one_worker_routes_another_one_learns(engine):
         await async_wait_until(lambda: len(told) == 2)
         async with connected(ray) as other:
             for what in told:
-                other.learn(what)
+                other.learn(what | {"worker": 1})
             keys = []
             other._router.policy = lambda candidates: keys.extend(candidates) or candidates
             await collect(other, [PROMPT + [1] * 20], GREEDY)
@@ -246,6 +259,26 @@ def test_what_one_worker_routes_another_one_learns(engine):
 
     cached, home = run(engine, work, tell=told.append)
     assert cached == {home: 32, "b" if home == "a" else "a": 0}
+
+
+def test_requests_of_other_workers_are_load_too(engine):
+    where, loads = [], []
+
+    async def work(replicated, ray):
+        policy = replicated._router.policy
+        replicated._router.policy = lambda found: loads.append({e.replica: e.load for e in found}) or policy(found)
+        for worker, requests in ((1, 3), (2, 1), (1, 2)):
+            replicated.learn({"worker": worker, "replica": "a", "keys": "", "requests": requests})
+        await collect(replicated, [[5] * 8], GREEDY)
+        replicated.learn({"worker": 2, "replica": "b", "keys": "", "requests": 1})
+        await collect(replicated, [[6] * 8], GREEDY)
+        replicated.forget(1)
+        await collect(replicated, [[7] * 8], GREEDY)
+
+    run(engine, work, tell=lambda what: where.append((what["replica"], what["requests"])))
+    assert where[0] == ("b", 1) and where[1] == ("b", 0)
+    assert loads[0]["a"] > loads[0]["b"] == 0
+    assert loads[1]["a"] == 3 * loads[1]["b"] and loads[2]["a"] == loads[2]["b"] > 0
 
 
 # ---- a replica is lost
@@ -327,7 +360,7 @@ def test_a_request_that_waits_runs_elsewhere_whatever_its_parameters_are(engine,
         with paused_steps() as resume:
             answer = asyncio.ensure_future(collect(replicated, [PROMPT], params))
             await async_wait_until(lambda: engine.stats()["running"] or engine.stats()["waiting"])
-            (name,) = [name for name, count in ray.held.items() if count]
+            (name,) = homes(replicated)
             await asyncio.to_thread(ray.replicas.pop(name).kill)
             resume.set()
             return await answer
@@ -342,8 +375,8 @@ def test_many_requests_survive_the_loss_of_a_replica_under_load(engine):
         replicated._moved = moved.append
         with paused_steps(free=8) as resume:
             answers = [asyncio.ensure_future(collect(replicated, [each], SAMPLED)) for each in prompts]
-            await async_wait_until(lambda: sum(ray.held.values()) == len(prompts))
-            lost = ray.held["a"]
+            await async_wait_until(lambda: len(homes(replicated)) == len(prompts))
+            lost = homes(replicated).count("a")
             await asyncio.to_thread(ray.replicas.pop("a").kill)
             resume.set()
             found = await asyncio.gather(*answers)
@@ -362,7 +395,7 @@ def test_a_moved_request_waits_while_the_other_replica_is_full(engine, monkeypat
         with paused_steps(free=6) as resume:
             # Each replica takes 32 choices: those of one replica have no room on the other.
             answers = [asyncio.ensure_future(collect(replicated, [[place, *PROMPT]], GREEDY, n=30)) for place in (5, 6)]
-            await async_wait_until(lambda: sum(ray.held.values()) == 2)
+            await async_wait_until(lambda: len(homes(replicated)) == 2)
             await async_wait_until(lambda: sum(each.hub.running for each in ray.replicas.values()) == 60)
             await asyncio.to_thread(ray.replicas.pop("a").kill)
             resume.set()
@@ -381,9 +414,9 @@ def test_a_request_that_ends_every_replica_is_given_up(engine):
             answer = asyncio.ensure_future(collect(replicated, [PROMPT], GREEDY))
             for _ in range(MOVES + 1):
                 await async_wait_until(lambda: any(each.requests for each in replicated._replicas.values()))
-                (name,) = [name for name, count in ray.held.items() if count]
+                (name,) = homes(replicated)
                 await asyncio.to_thread(ray.replicas.pop(name).kill)
-                await async_wait_until(lambda name=name: not ray.held[name])
+                await async_wait_until(lambda name=name: name not in homes(replicated))
             with pytest.raises(EngineGone, match=f"{MOVES + 1} replicas have ended while they ran this request"):
                 await answer
             resume.set()
@@ -444,29 +477,24 @@ def test_a_stream_that_finds_no_replica_in_time_ends_with_an_error(engine, monke
     run(engine, work, count=1, expected=1)
 
 
-def test_a_replica_that_gives_no_place_is_avoided(engine, monkeypatch):
-    """One whose process is frozen, for example: another one is tried before long."""
-    monkeypatch.setattr(replicas, "ATTEMPT", 0.1)
+def test_a_replica_that_does_not_answer_ray_is_avoided(engine, monkeypatch):
+    """One whose machine is frozen, for example."""
+    where = []
 
     async def work(replicated, ray):
-        choose = ray.choose
+        await collect(replicated, [PROMPT], GREEDY)
+        replicated._avoid(where[0])
+        await collect(replicated, [PROMPT], GREEDY)
+        replicated._avoid(where[2])
+        await collect(replicated, [PROMPT], GREEDY)
+        monkeypatch.setattr(replicas, "AVOID", -1.0)
+        for name in where[:3:2]:
+            replicated._avoid(name)
+        await collect(replicated, [PROMPT], GREEDY)
 
-        def stuck_at_first(order):
-            def noted(running):
-                found = order(running)
-                tried.append(found[0])
-                return found if found[0] != tried[0] else []
-
-            return choose(noted)
-
-        tried = []
-        replicated._choose = stuck_at_first
-        answer = await collect(replicated, [PROMPT], GREEDY)
-        return tried, answer[0].token_ids
-
-    tried, tokens = run(engine, work)
-    assert tokens == alone(engine).token_ids
-    assert tried[-1] != tried[0]
+    run(engine, work, tell=lambda what: where.append(what["replica"]))
+    assert where[2] != where[0], "although the prefix is cached there"
+    assert len(where) == 8, "the request runs although both are to be avoided"
 
 
 def test_a_connection_that_only_broke_is_made_again(engine):
@@ -486,12 +514,12 @@ def test_a_replica_that_is_no_longer_listed_ends_its_streams_but_gets_no_new_one
         with paused_steps(free=4) as resume:
             source = replicated.stream([Prompt(PROMPT)], GREEDY)
             tokens = (await anext(source))[1].token_ids
-            (name,) = [name for name, count in ray.held.items() if count]
+            (name,) = homes(replicated)
             drained = ray.replicas.pop(name)
             replicated.listed(ray.addresses)
             other = asyncio.ensure_future(collect(replicated, [PROMPT], GREEDY))
-            await async_wait_until(lambda: sum(ray.held.values()) == 2)
-            assert ray.held[name] == 1
+            await async_wait_until(lambda: len(homes(replicated)) == 2)
+            assert homes(replicated).count(name) == 1
             resume.set()
             async for _, delta in source:
                 tokens = tokens + delta.token_ids

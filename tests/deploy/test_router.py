@@ -100,15 +100,6 @@ def test_the_load_is_what_runs_without_what_is_cached(router, seen):
     assert seen.of("a").load == 0
 
 
-def test_a_request_that_runs_elsewhere_after_all_is_no_load(router, seen):
-    kept = router.begin("a", 40, ())
-    router.withdraw(router.begin("a", 70, keys_of(SAID)))
-    router.order(1, (), ANY)
-    assert seen.of("a").load == pytest.approx(kept.work)
-    router.withdraw(kept)
-    assert router.order(8, (), ANY) == ["a", "b", "c"], "it was given nothing more than the others"
-
-
 def test_requests_that_others_route_are_load_too(router, seen):
     router.begin("a", 40, ())
     assert router.order(8, (), ANY, {"a": 1, "b": 5, "c": 6}) == ["a", "b", "c"]

@@ -72,19 +72,19 @@ def test_what_a_worker_tells_reaches_all_others_and_what_it_moved_is_counted():
 
         def __init__(self):
             self.control, self.send, self.close = self, self.append, lambda: None
+            self.reap = lambda: "killed"
 
     workers = [Worker(Heard(), slot, 0) for slot in range(3)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fleet = Workers(listener, 3, grace=1, hang_timeout=300)
-        fleet.running = workers
+        fleet.running = list(workers)
         fleet._heard(workers[1], {"op": "tell", "what": {"key": "value"}})
         fleet._heard(workers[1], {"op": "moved", "choices": 3})
+        workers[1].why = "it is not started again"
+        fleet._gone(workers[1])
         fleet.close()
-    assert [worker.child for worker in workers] == [
-        [{"op": "told", "key": "value"}],
-        [],
-        [{"op": "told", "key": "value"}],
-    ]
+    told = [{"op": "told", "key": "value", "worker": 1}, {"op": "left", "worker": 1}]
+    assert [worker.child for worker in workers] == [told, [], told]
     (moved,) = (family for family in fleet.ledger.families() if family[0] == "minillm_choices_moved")
     assert moved[3] == [["minillm_choices_moved_total", {}, 3]]
 

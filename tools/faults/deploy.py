@@ -4,6 +4,7 @@ from . import Fault
 
 ROUTER = "minillm/deploy/router.py"
 TESTS = "tests/deploy/test_router.py"
+PLACES = "minillm/deploy/places.py"
 FAULTS = [
     Fault(
         "the router ignores the load",
@@ -53,5 +54,40 @@ FAULTS = [
         "limit, options = talk.prompt + len(talk.turn.answer), RequestOptions(cache_salt=talk.conversation.salt)",
         "limit, options = talk.prompt + len(talk.turn.answer), RequestOptions()",
         "tests/deploy/test_simulation.py",
+    ),
+    Fault(
+        "a place is kept for ever",
+        PLACES,
+        "replica.spare[0][0] <= now or name not in self._listed",
+        "name not in self._listed",
+        "tests/deploy/test_places.py",
+    ),
+    Fault(
+        "a replica that is about to end keeps spare places",
+        PLACES,
+        "replica.spare[0][0] <= now or name not in self._listed",
+        "replica.spare[0][0] <= now",
+        "tests/deploy/test_places.py",
+    ),
+    Fault(
+        "a place on another replica is counted",
+        PLACES,
+        "if found == name:",
+        "if found:",
+        "tests/deploy/test_places.py",
+    ),
+    Fault(
+        "the requests of other workers are no load",
+        "minillm/deploy/replicas.py",
+        "running[name] += count",
+        "pass",
+        "tests/deploy/test_replicas.py",
+    ),
+    Fault(
+        "a worker that has ended keeps its requests",
+        "minillm/deploy/replicas.py",
+        "if pair[0] != worker}",
+        "if worker is not None}",
+        "tests/deploy/test_replicas.py",
     ),
 ]

@@ -191,9 +191,7 @@ class Workers:
                 case "moved":
                     self.ledger.moved(message["choices"])
                 case "tell":
-                    for other in self.running:
-                        if other is not worker:
-                            other.child.control.send({"op": "told"} | message["what"])
+                    self._tell_others(worker, {"op": "told"} | message["what"])
 
     def _gone(self, worker: Worker) -> None:
         """Handle the end of a worker, which has closed its control socket."""
@@ -204,6 +202,7 @@ class Workers:
             if self._shares is not None:
                 self._shares.leave(worker.slot)
             status = worker.child.reap()
+            self._tell_others(worker, {"op": "left"})
             if worker.ready:
                 log.warning("an HTTP worker exited (%s); replacing it", status)
                 self.ledger.restarted("worker")
@@ -215,6 +214,11 @@ class Workers:
             self._failed(f"died while starting: {why}", failures + 1)
 
     # ---- with the lock held
+
+    def _tell_others(self, worker: Worker, message: dict) -> None:
+        for other in self.running:
+            if other is not worker:
+                other.child.control.send(message | {"worker": worker.slot})
 
     def _replace(self, failures: int) -> None:
         try:

@@ -42,10 +42,10 @@ async def work(
     def obey(message: dict) -> None:
         if message["op"] == "gone":
             engine.expect(message["seconds"])
-            return
-        task = loop.create_task(engine.connect(message["socket"], message["seconds"]))
-        connecting.add(task)
-        task.add_done_callback(connecting.discard)
+        elif message["op"] == "engine":
+            task = loop.create_task(engine.connect(message["socket"], message["seconds"]))
+            connecting.add(task)
+            task.add_done_callback(connecting.discard)
 
     await Front([engine], listener, owner, obey, most, shares).serve(engine.connected, log_as)
 
