@@ -25,7 +25,7 @@ def allowed() -> set[int]:
 
 
 def available() -> int:
-    """How many cores this process may use: those it may run on, or fewer if its container has a quota of their time."""
+    """Return how many cores this process may use: those it may run on, fewer under a quota of time."""
     return max(1, min([len(allowed()), *map(math.ceil, _quotas())]))
 
 

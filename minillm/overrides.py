@@ -53,7 +53,7 @@ class Parts:
             return tuple(getattr(self, name) for name in self.names)
 
     def are_own(self, *names: str) -> bool:
-        """Whether these functions are the ones that this was made with."""
+        """Return whether these functions are the ones that this was made with."""
         return all(getattr(self, name) is self.own[self.names.index(name)] for name in names)
 
     @property
@@ -67,7 +67,7 @@ class Parts:
         return all(self.origin[name][0] != "yours" or getattr(self, name).capturable for name in self.names)
 
     def replacement(self, name: str, function: Callable, used: "Used", capturable: bool) -> Callable:
-        """What runs in place of `name` while `function` replaces it."""
+        """Return what runs in place of `name` while `function` replaces it."""
         return _Counted(name, function, getattr(self, name), used, capturable)
 
 
@@ -93,12 +93,12 @@ def names() -> tuple[str, ...]:
 
 
 def replaced(name: str) -> bool:
-    """Whether a user-supplied function runs for `name` now."""
+    """Return whether a user-supplied function runs for `name` now."""
     return any(parts.origin[name][0] == "yours" for parts in _all() if name in parts.names)
 
 
 def any_replaced() -> bool:
-    """Whether a user-supplied function or class runs in place of any part. Imports nothing."""
+    """Return whether a user-supplied function or class runs in place of any part. Imports nothing."""
     return not all(parts.engines_own for make in _registered for parts in make())
 
 

@@ -42,7 +42,7 @@ TokenLogprobs = dict[int, float]  # token id -> log-probability, in nats
 
 
 def _schema(given: object) -> str:
-    """What to give as json_schema instead of what is none."""
+    """Return what to give as json_schema instead of what is none."""
     if isinstance(given, str):
         return "a dictionary: json.loads(...) makes one of a text"
     if hasattr(given, "model_json_schema"):  # pydantic's

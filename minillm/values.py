@@ -41,7 +41,7 @@ def _single(value: object) -> Any:
 
 
 def as_tuple(value: object) -> tuple | None:
-    """What a list or another collection holds, None counting as empty; None for text, bytes and single values."""
+    """Return a collection's values as a tuple, () for None; None for text, bytes, mappings and single values."""
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, memoryview, Mapping)):

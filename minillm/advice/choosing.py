@@ -287,7 +287,7 @@ def weight_bytes(config: ModelConfig, method: MethodFacts, head: str | None = No
 
 
 def _numbers(config: ModelConfig) -> tuple[int, int]:
-    """How many weights the layers have, and the head."""
+    """Return how many weights the layers have, and the head."""
     table = config.vocab_size * config.hidden_size
     return sizing.parameters(config) - table * (1 if config.tie_word_embeddings else 2), table
 

@@ -49,7 +49,7 @@ def usual_traffic(config: EngineConfig, place: Path | str, requests: int) -> Tra
 
 
 def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
-    """Why a model's weights should stay as they are on this device, or ""."""
+    """Return why a model's weights should stay as they are on this device, or ""."""
     if isinstance(place, Path) and read_layout(place) is not None:
         return f"{place.name} is quantized already and stays as it is"
     if not device.startswith("cuda"):
@@ -69,7 +69,7 @@ def reason_against(config: EngineConfig, place: Path | str, device: str) -> str:
 def recommended(
     config: EngineConfig, place: Path | str, device: str, traffic: Traffic, *, any_cache: bool = False
 ) -> Recommendation:
-    """What is recommended for a model on this GPU, where no reason is against it. Raises ConfigError.
+    """Return what is recommended for a model on this GPU, where no reason is against it. Raises ConfigError.
 
     any_cache: choose the cache's format too, instead of taking that of the options
     """

@@ -190,7 +190,7 @@ def check_slo(slo: Mapping[str, float]) -> dict[str, float]:
 
 
 def goodput(measured: Sequence[RequestTimes], slo: Mapping[str, float]) -> dict:
-    """How many requests meet all limits of an SLO: each second, and which share. A refused request meets none.
+    """Return how many requests meet all limits of an SLO: each second, and which share. A refused request meets none.
 
     slo: most seconds to the first token (ttft), between tokens on average (itl), and for the whole answer (e2e).
     """

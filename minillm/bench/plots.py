@@ -189,7 +189,7 @@ SHARES = {
 
 
 def memory(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
-    """How the cache's memory is used, contiguous and in blocks, from a batching record: means while requests wait.
+    """Draw how the cache's memory is used, contiguous and in blocks, in a batching record: means while requests wait.
 
     Kwon et al. 2023, figure 2.
     """
@@ -212,7 +212,7 @@ def memory(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
 
 
 def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
-    """What each quantization method loses against the bytes of its weights, from a record of `minillm eval --compare`.
+    """Draw each method's loss against the bytes of its weights, from a record of `minillm eval --compare`.
 
     The loss is the KL divergence from the unquantized model, on a log axis. Lesson 08.
     """
@@ -368,7 +368,7 @@ def plain(ax: "Axes") -> "Axes":
 
 
 def _where(record: Mapping[str, Any], gap: str = "\n") -> str:
-    """What ran, and on what."""
+    """Return what ran, and on what."""
     return f"{records.model_of(record)}{gap}{record['dtype']}, {machine_of(record)}"
 
 

@@ -44,7 +44,7 @@ class Recording:
     waited: float = 0.0  # seconds that the host only waited for the device
 
     def seconds(self, first: int, after: int) -> float:
-        """How long the steps from `first` up to, not including, `after` took together."""
+        """Return how long the steps from `first` up to, not including, `after` took together."""
         return self.done[after - 1] - (self.done[first - 1] if first else self.began)
 
 

@@ -140,7 +140,7 @@ def model_of(record: Mapping[str, Any]) -> str:
 
 
 def folder() -> Path:
-    """Where this machine's records are committed: data/results/h200, .../cpu, or the GPU's name."""
+    """Return where this machine's records are committed: data/results/h200, .../cpu, or the GPU's name."""
     gpu = machine()["gpu"]
     device = "cpu" if gpu is None else gpu.removeprefix("NVIDIA ").split()[0].lower()
     return RESULTS / device

@@ -12,7 +12,7 @@ SHOWN = (("ttft_s", "p50"), ("ttft_s", "p99"), ("itl_s", "p50"), ("itl_s", "p99"
 
 
 def arriving(result: Mapping) -> str:
-    """How a result's requests arrived, in words."""
+    """Return how a result's requests arrived, in words."""
     if result["arrival"] == "poisson":
         return f"{result['rate']:g} a second"
     if result["arrival"] == "given":

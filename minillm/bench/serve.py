@@ -98,7 +98,7 @@ def run(url: str | Sequence[str] = "http://127.0.0.1:8000", *, quiet: bool = Fal
 
 
 def _facts(server: targets.Server, load: Load, seed: int) -> dict[str, Any]:
-    """What was asked of which server."""
+    """Return what was asked of which server."""
     target = server.target
     asked: dict[str, Any] = {"engine": server.engine, "url": target.base, "model": target.model, "dtype": server.dtype}
     asked |= {"workload": load.name, "scale": load.scale, "seed": seed, "temperature": target.temperature}

@@ -97,7 +97,7 @@ def _exact(settings: ServeBench, requests: int) -> list[Workload]:
 
 
 def _arrivals(settings: ServeBench) -> list[dict[str, Any]]:
-    """How the requests of each load arrive, as fields of the record. Raises ConfigError."""
+    """Return how the requests of each load arrive, as fields of the record. Raises ConfigError."""
     concurrency, sweep, rate, trace = settings.concurrency, settings.sweep, settings.rate, settings.trace
     due, speed = settings.due, settings.speed
     ways = {"concurrency": concurrency, "sweep": sweep, "rate": rate, "trace": trace, "due": due}

@@ -83,7 +83,7 @@ class Method:
             raise ConfigError(f"{self.name} takes no {', '.join(unknown)}; it takes: {', '.join(own) or 'nothing'}")
 
     def format(self) -> Format:
-        """How it stores weights. Raises ConfigError for a parameter's wrong value."""
+        """Return how it stores weights. Raises ConfigError for a parameter's wrong value."""
         name = self.name
         plain = {"dense": Dense(), "int8": Int8(), "nvfp4": Nvfp4(), "mxfp4": Mxfp4(), "sparse24": Sparse24()}
         if name in plain:

@@ -27,7 +27,7 @@ def outlier_scales(
     share: int = SHARE,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """What `plant_outliers` divides the inputs [in] of each product by, by address: 1 / larger, or 1."""
+    """Return what `plant_outliers` divides the inputs [in] of each product by, by address: 1 / larger, or 1."""
     generator, found = torch.Generator().manual_seed(seed), {}
     for index, layer in enumerate(model.layers):
         for name in products:

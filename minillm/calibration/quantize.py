@@ -150,7 +150,7 @@ def quantize(
 
 
 def _has_int8_inputs(model: Model, methods: MethodRecipe) -> bool:
-    """Whether a down projection's inputs are rounded to int8."""
+    """Return whether a down projection's inputs are rounded to int8."""
     down = (methods.at(f"layers.{index}.down").format().activations for index in range(len(model.layers)))
     return any(activations is not None and activations.kind == "int8" for activations in down)
 
@@ -208,7 +208,7 @@ def quantize_calibrated(
 
 
 def _format(method: Method, dtype: torch.dtype) -> Format:
-    """How a method stores weights in a model that is saved in a dtype."""
+    """Return how a method stores weights in a model that is saved in a dtype."""
     format = method.format()
     return replace(format, scale_dtype=dtype) if isinstance(format, Int4) else format
 
@@ -265,7 +265,7 @@ def _warn_of_coarse(address: str, inputs: InputStatistics, scale: float) -> None
 
 
 def _calibrated(method: Method, format: Int4, inputs: InputStatistics) -> Callable[[Tensor], Codes]:
-    """What rounds the parts of a weight, all of which have these inputs."""
+    """Return what rounds the parts of a weight, all of which have these inputs."""
     if method.name != "gptq":
         return lambda part: PARTS.awq_clipping(part, inputs, format)
     compensation = gptq.Compensation.of(inputs, act_order=method.act_order)
@@ -292,7 +292,7 @@ def _device(name: str) -> str:
 
 
 def check_methods(model: Model, methods: MethodRecipe) -> MethodRecipe:
-    """What `fitted` returns. Raises ConfigError as it does, and as `check_finite` does."""
+    """Return what `fitted` returns. Raises ConfigError as it does, and as `check_finite` does."""
     methods = fitted(model, methods)
     check_finite(model)
     return methods

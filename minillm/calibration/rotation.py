@@ -38,7 +38,7 @@ ROWS = 4096
 
 
 def refusal(model: Model) -> str | None:
-    """Why a model cannot be rotated; None if it can be."""
+    """Return why a model cannot be rotated; None if it can be."""
     if extra := {"after_attention_norm", "after_mlp_norm"} & set(model.layer_norms):
         return (
             f"{model.config.architecture} cannot be rotated: it has norms between its projections and the residual "

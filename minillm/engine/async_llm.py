@@ -201,7 +201,7 @@ class AsyncLLM:
         return self.engine.stats()
 
     def snapshot(self, cells: int, listed: int) -> "Future[Snapshot]":
-        """What the engine holds, as `Snapshot.of` gives it: copied in the engine's thread after the current step.
+        """Copy what the engine holds, as `Snapshot.of` gives it, in the engine's thread after the current step.
 
         From any thread; the caller does not wait for a step, and no step waits for the caller. Raises EngineClosed.
         """

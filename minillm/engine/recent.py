@@ -15,7 +15,7 @@ class Recent:
         self._newest.append((value, count))
 
     def percentiles(self, *wanted: int) -> dict[str, float | None]:
-        """What `wanted` percent of the newest values do not exceed, as {"p50": ...}; None if there are none."""
+        """Return what `wanted` percent of the newest values do not exceed, as {"p50": ...}; None if there are none."""
         newest = sorted(self._newest.copy())  # a copy: another thread may add to it
         ranks = list(accumulate(count for _, count in newest))
         places = [bisect_left(ranks, percent / 100 * ranks[-1]) if ranks else None for percent in wanted]

@@ -81,7 +81,7 @@ class Snapshot:
         return [PREFILL if each else DECODE for each in begins]
 
     def blocks_held(self) -> list[int]:
-        """How many blocks each listed row holds, in all layer groups."""
+        """Return how many blocks each listed row holds, in all layer groups."""
         counts = np.bincount(self.holders, minlength=int(self.rows.max(initial=0)) + 1)
         return counts[self.rows].tolist()
 

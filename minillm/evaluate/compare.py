@@ -101,7 +101,7 @@ class Reference:
         self.tokens = sum(len(hidden) for hidden in self.hidden)
 
     def divergence(self, model: Model) -> Divergence:
-        """How far another model's predictions, or this one's own, are from these."""
+        """Return how far another model's predictions, or this one's own, are from these."""
         surprise = divergence = 0.0
         with torch.inference_mode():
             for row, kept in zip(self.rows, self.hidden, strict=True):
@@ -138,7 +138,7 @@ class Comparison:
         self.row = self._row("float32", llm, directory, [self.first], self.first, self.answers, begin)
 
     def divergence(self, llm: LLM) -> Divergence:
-        """How far a version's predictions on the text are from the model's."""
+        """Return how far a version's predictions on the text are from the model's."""
         return self.reference.divergence(llm.engine.model)
 
     def measure(
@@ -287,7 +287,7 @@ def check(llm: LLM, chosen: MethodRecipe | Path) -> None:
 def default_methods(
     model: Model, names: Sequence[str] = DEFAULT
 ) -> tuple[dict[str, MethodRecipe | Path], dict[str, str]]:
-    """What is compared unless it is said: all methods with their defaults, and w8a8 rotated; those that fit the model.
+    """Return what is compared by default: all methods with their defaults, and w8a8 rotated, if they fit the model.
 
     And for each method that does not fit, why. Raises ConfigError if none does, or for a broken model.
     """
@@ -307,7 +307,7 @@ def default_methods(
 
 
 def candidate(name: str) -> MethodRecipe | Path:
-    """What a name stands for. Raises ConfigError."""
+    """Return what a name stands for. Raises ConfigError."""
     if not Path(name).is_dir():
         return named(name)
     checkpoint_files(Path(name))

@@ -90,7 +90,7 @@ class MinillmLM(TemplateLM):
         return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness stores with its results."""
+        """Return what the harness stores with its results."""
         return {"prefix_token_id": self.prefix_token_id}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

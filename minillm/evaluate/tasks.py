@@ -57,7 +57,7 @@ def held_out(task: str) -> Task:
 
 
 def mmlu_is_here() -> bool:
-    """Whether `datasets` has MMLU on this machine, so that nothing has to be downloaded."""
+    """Return whether `datasets` has MMLU on this machine, so that nothing has to be downloaded."""
     from datasets import config
 
     return (Path(config.HF_DATASETS_CACHE) / MMLU.replace("/", "___") / "all").is_dir()

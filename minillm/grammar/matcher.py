@@ -67,7 +67,7 @@ class Matcher:
 
 
 def said(message: str) -> str:
-    """What the library says, on one line."""
+    """Return what the library says, on one line."""
     text = " ".join(re.sub(r"\s+while processing \S+|<non-verbose/>", "", message).split())
     return DEAD_END if text.startswith("NoExtension") else text[:QUOTED]
 

@@ -134,7 +134,7 @@ def prepared(schema: Part, library: Any) -> Part:
 
 
 def is_deep(expression: str) -> bool:
-    """Whether a regular expression has more than `MOST_NESTED` groups or sets of characters in each other."""
+    """Return whether a regular expression has more than `MOST_NESTED` groups or sets of characters in each other."""
     groups = sets = 0
     for found in re.finditer(r"\\.|[][()]", expression, re.DOTALL):
         if found[0] == "[":
@@ -179,7 +179,7 @@ def _check_references(schema: Part, found: dict[str, dict[str, Any]]) -> None:
 
 
 def _is_base(part: dict[str, Any]) -> bool:
-    """Whether references in this part count from it, as from a document of its own."""
+    """Return whether references in this part count from it, as from a document of its own."""
     return any(isinstance(part.get(name), str) and not part[name].startswith("#") for name in ("$id", "id"))
 
 
@@ -282,7 +282,7 @@ def _names(part: dict[str, Any]) -> list[str]:
 
 
 def _takes_more(names: list[str], patterns: dict[str, Part], others: bool, library: Any) -> bool:
-    """Whether an object with these names may have another one, as the library sees it. True if it refuses to say."""
+    """Return whether the library allows another name in an object with these names; True if it refuses to say."""
     probe = {
         "type": "object",
         "properties": dict.fromkeys(names, {"const": 0}),
@@ -299,7 +299,7 @@ def _quoted(name: str) -> str:
 
 
 def _accepted(schema: Part, texts: list[str], library: Any) -> list[int]:
-    """Which of the texts begin a value of the schema: their numbers. All of them, if the library refuses the schema."""
+    """Return which texts begin a value of the schema, by number: all of them if the library refuses the schema."""
     matcher = library.LLMatcher(library.LLTokenizer("byte"), grammar(schema, library), log_level=0)  # a token is a byte
     data = [list(text.encode()) for text in texts]
     return [n for n, each in enumerate(data) if matcher.is_error() or matcher.validate_tokens(each) == len(each)]
@@ -323,7 +323,7 @@ def close(found: Collection[dict[str, Any]]) -> None:
 
 
 def _combines(schema: dict[str, Any]) -> bool:
-    """Whether several schemas hold for the same object."""
+    """Return whether several schemas hold for the same object."""
     several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     more = "properties" in schema and any(name in schema for name in _COMBINED)
     return several or more or any(name in schema for name in _CONDITIONS)

@@ -28,7 +28,7 @@ STREAM_TOKENS = 1 << 20
 
 
 def missing(width: int, count: int) -> int:
-    """How many columns to add to arrays of `width` columns, so that they hold `count` + 1 tokens; at least double."""
+    """Return how many columns to add to arrays of `width` columns to hold `count` + 1 tokens; at least double."""
     return 0 if count < width else max(width, count + 1 - width)
 
 

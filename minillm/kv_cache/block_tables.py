@@ -44,7 +44,7 @@ class BlockTables:
         return blocks_held(tokens, self.windows, self.block_size, self.chunk)
 
     def hidden(self, computed: np.ndarray) -> np.ndarray:
-        """How many of a row's first blocks are invisible to queries from position `computed` [n] on: [groups, n]."""
+        """Return how many of a row's first blocks no query from position `computed` [n] on can see: [groups, n]."""
         return np.maximum(computed + 1 - self._reach, 0) // self.block_size
 
     def pending(self, computed: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -56,7 +56,7 @@ class BlockTables:
         return None
 
     def findable(self, row: int, full: int) -> int:
-        """How many of a row's first `full` blocks, all full, may be registered for prefix sharing."""
+        """Return how many of a row's first `full` blocks, all full, may be registered for prefix sharing."""
         return full
 
     def of(self, row: int) -> np.ndarray:

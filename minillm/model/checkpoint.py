@@ -101,7 +101,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def read_headers(directory: Path) -> dict[str, Entry]:
-    """Where each tensor of a model is. Reads no tensor.
+    """Return where each tensor of a model is. Reads no tensor.
 
     Raises ConfigError if a file is missing or truncated, or if two files have the same tensor and no index chooses.
     """
@@ -121,7 +121,7 @@ def read_headers(directory: Path) -> dict[str, Entry]:
 
 
 def rows_at_once(entry: Entry) -> int:
-    """How many rows of a tensor fit into BUFFER_BYTES, at least one."""
+    """Return how many rows of a tensor fit into BUFFER_BYTES, at least one."""
     return max(1, BUFFER_BYTES // max(entry.nbytes // entry.shape[0], 1)) if entry.nbytes else 1
 
 
@@ -150,7 +150,7 @@ def pieces(entry: Entry, buffer: Tensor, rows: int) -> Iterator[Tensor]:
 
 
 def is_consistent(entry: Entry) -> bool:
-    """Whether a tensor has as many bytes as its shape and its dtype, which must be in FILE_DTYPES, take."""
+    """Return whether a tensor has as many bytes as its shape and its dtype, which must be in FILE_DTYPES, take."""
     return entry.nbytes == math.prod(entry.shape) * FILE_DTYPES[entry.dtype].itemsize
 
 
@@ -164,7 +164,7 @@ def overlapping(entries: Mapping[str, Entry]) -> tuple[str, str] | None:
 
 
 def are_equal(one: Entry, other: Entry) -> bool:
-    """Whether two matrices have the same numbers, in any dtypes. Reads no further than to the first difference."""
+    """Return whether two matrices have the same numbers, in any dtypes. Reads up to the first difference."""
     if one.shape != other.shape or len(one.shape) != 2:
         return False
     for each in (one, other):

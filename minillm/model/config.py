@@ -99,7 +99,7 @@ class ModelConfig:
             raise ConfigError(f"{name} must be a number above 0, not {shown(value)}")
 
     def groups(self, max_model_len: int | None = None) -> LayerGroups:
-        """Which layers share a block table if no request is longer than `max_model_len` (default: the model's own).
+        """Group layers that share a block table. max_model_len: of the longest request; default: the model's own.
 
         A window of at least that many tokens counts as none.
         """
@@ -248,7 +248,7 @@ PRESETS = {
 
 
 def sampling_defaults(directory: Path) -> dict[str, float]:
-    """What `generation_config.json` advises for sampling and a request would not get by default. Raises ConfigError."""
+    """Return what generation_config.json advises for sampling, if it differs from the defaults. Raises ConfigError."""
     path = directory / "generation_config.json"
     raw = read_json(path, ConfigError) if path.is_file() else {}
     return {name: raw[name] for name, usual in SAMPLING.items() if raw.get(name) not in (None, *usual)}

@@ -167,7 +167,7 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: str) -> str:
 
 
 def without_fp8(model: Model) -> str:
-    """What to know about a model with FP8 products on a GPU that multiplies no FP8 numbers; "" for all others."""
+    """Return a warning for a model with FP8 products on a GPU that cannot multiply FP8 numbers; "" for all others."""
     kinds = {weight.activations.kind for weight in model.weights() if weight.activations is not None}
     if "fp8" not in kinds or model.device.type != "cuda" or torch.cuda.get_device_capability(model.device) >= (8, 9):
         return ""
@@ -185,7 +185,7 @@ def simulated(model: Model) -> dict[str, str]:
 
 
 def _gigabytes(config: ModelConfig, dtype: str, recipe: Recipe) -> float:
-    """What a model's weights take, in GB."""
+    """Return what a model's weights take, in GB."""
     return Model(config, dtype=DTYPES[dtype], device="meta", max_model_len=1, recipe=recipe).nbytes / GB
 
 

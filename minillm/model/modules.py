@@ -52,7 +52,7 @@ def modules(config: ModelConfig) -> dict[str, list[Module]]:
 
 
 def layer_inputs(config: ModelConfig) -> set[int]:
-    """How many inputs the matrices of a model's layers have."""
+    """Return how many inputs the matrices of a model's layers have."""
     return {part.inputs for address, parts in modules(config).items() if "." in address for part in parts}
 
 

@@ -132,7 +132,7 @@ def _owned(tensor: Tensor) -> Tensor:
 
 
 def _config(model: Model, source: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json will hold. Raises ConfigError for a format that the layout does not have."""
+    """Return what config.json will hold. Raises ConfigError for a format that the layout does not have."""
     config = read_json(source / "config.json", ConfigError)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)

@@ -254,7 +254,7 @@ def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: Attenti
 
 @lru_cache(maxsize=8)
 def _chunk_mask(queries: int, length: int, window: int | None) -> Tensor:
-    """Which keys a chunk's queries see, at the end of a row of `length` tokens: [queries, length] bool."""
+    """Return which keys a chunk's queries see, at the end of a row of `length` tokens: [queries, length] bool."""
     return reference.visible(torch.arange(length - queries, length)[None], length, window)[0]
 
 

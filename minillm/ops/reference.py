@@ -114,7 +114,7 @@ def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: Attenti
 
 
 def visible(query_at: Tensor, keys: int, window: int | None) -> Tensor:
-    """Which of `keys` keys the queries at positions `query_at` [rows, queries] see: [rows, queries, keys]."""
+    """Return which of `keys` keys the queries at positions `query_at` [rows, queries] see: [rows, queries, keys]."""
     distance = query_at[..., None] - torch.arange(keys, device=query_at.device)
     return (distance >= 0) & (distance < window) if window else distance >= 0
 

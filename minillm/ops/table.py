@@ -94,7 +94,7 @@ def _after_truncation(function: Callable) -> Callable:
 
 
 def _takes_truncation(function: Callable) -> bool:
-    """Whether a function in place of `sample` takes four arguments, not three; True if that is unknown."""
+    """Return whether a function in place of `sample` takes four arguments, not three; True if that is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -112,7 +112,7 @@ def _takes_truncation(function: Callable) -> bool:
 
 
 def _takes_rows(name: str, function: Callable) -> bool:
-    """Whether an attention function takes `Rows`, not tensors and keywords; True if that is unknown."""
+    """Return whether an attention function takes `Rows`, not tensors and keywords; True if that is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

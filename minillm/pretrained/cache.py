@@ -68,7 +68,7 @@ def write_origin(directory: Path, found: Origin) -> None:
 
 
 def is_complete(directory: Path, sha256: str) -> bool:
-    """Whether a directory of the cache is a whole model, made by this version from the file with that hash."""
+    """Return whether a directory of the cache is a whole model, made by this version from the file with that hash."""
     try:
         found = origin(directory)
     except (ConfigError, OSError) as error:  # it is damaged, or in a directory that may not be read
@@ -78,7 +78,7 @@ def is_complete(directory: Path, sha256: str) -> bool:
 
 
 def cache_directory() -> Path:
-    """Where models are stored; it may not exist. Raises ConfigError if there is no home directory."""
+    """Return where models are stored; it may not exist. Raises ConfigError if there is no home directory."""
     if named := os.environ.get("MINILLM_CACHE"):
         return Path(named).expanduser().absolute()
     base = Path(os.environ.get("XDG_CACHE_HOME") or "")
@@ -131,7 +131,7 @@ def not_writable(error: OSError) -> ConfigError:
 
 
 def free_bytes(place: Path) -> int:
-    """What is free on the disk that holds a directory."""
+    """Return what is free on the disk that holds a directory."""
     return shutil.disk_usage(place).free
 
 

@@ -54,7 +54,7 @@ def _unknown(name: str, path: Path, shapes: Iterable[str]) -> ConfigError:
 
 
 def place(offer: Offer) -> Path:
-    """Where a model of the catalog lies, once it is downloaded."""
+    """Return where a model of the catalog lies, once it is downloaded."""
     return cache.cache_directory() / "models" / offer.name
 
 

@@ -102,7 +102,7 @@ def _name(file: Path) -> str:
 
 
 def _state(file: Path) -> tuple[int, int, int]:
-    """What changes when another content takes a file's place."""
+    """Return what changes when another content takes a file's place."""
     about = file.stat()
     return about.st_size, about.st_mtime_ns, about.st_ino
 

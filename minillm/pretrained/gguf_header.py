@@ -396,7 +396,7 @@ def _decoded(text: bytes) -> str | None:
 
 
 def _kind(first: bytes, size: int) -> str:
-    """What a file that is not GGUF seems to be, and the way out."""
+    """Return what a file that is not GGUF seems to be, and the way out."""
     if not size:
         return "empty; download it again"
     for beginning, kind in KINDS:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def is_repository(text: object) -> bool:
-    """Whether `text` has the form of a model on the Hub, org/name or org/name@revision.
+    """Return whether `text` has the form of a model on the Hub, org/name or org/name@revision.
 
     "data/tiny-gemma" has it too. So a caller that accepts both looks for a directory of that name first, and a
     directory wins. The name of a model's file, such as "models/small.gguf", is never a repository.
@@ -264,7 +264,7 @@ class _Model:
             log.debug("%s could not be written: %s", ref, error)
 
     def reason(self, error: Exception) -> _Unavailable:
-        """What an error of the library means, and the way out."""
+        """Return what an error of the library means, and the way out."""
         errors = self.hub.errors
         while isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__  # the library wraps what happened
@@ -288,7 +288,7 @@ class _Model:
         return _Unavailable(f"huggingface_hub reports {_first_line(error)}", again)
 
     def _refusal(self, error: Any) -> _Unavailable:
-        """What an answer of the Hub with an error means, and the way out."""
+        """Return what an answer of the Hub with an error means, and the way out."""
         errors, status, has_token = self.hub.errors, error.response.status_code, bool(self.hub.get_token())
         page, login = f"{self.site}/{self.name}", "log in with `hf auth login` or set HF_TOKEN"
         if isinstance(error, errors.GatedRepoError):

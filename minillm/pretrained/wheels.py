@@ -94,7 +94,7 @@ def _largest(folder: Path) -> int:
 
 
 def _failure(said: str, package: str, version: str) -> ConfigError | Unreachable:
-    """What pip's output means."""
+    """Return what pip's output means."""
     if any(sign in said for sign in NO_NETWORK):
         return Unreachable(
             f"pip cannot reach its package index to download {package}: check the network, or the index and proxy that "

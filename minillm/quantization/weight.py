@@ -138,7 +138,7 @@ class Weight(Protocol):
         ...
 
     def read(self, rows: range) -> Codes | None:
-        """What these output rows store; None for an unquantized weight."""
+        """Return what these output rows store; None for an unquantized weight."""
         ...
 
     def randomize(self, generator: torch.Generator) -> None:

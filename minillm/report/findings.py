@@ -113,7 +113,7 @@ def accuracy(record: Record) -> list[str]:
 
 
 def origin(record: Record) -> list[str]:
-    """What the model itself had lost before anything was measured."""
+    """Return what the model itself had lost before anything was measured."""
     remark = record.get("remark", "")
     return [f"Caution: {remark}. All losses here are compared with it, not with the original."] if remark else []
 
@@ -196,7 +196,7 @@ def drift(record: Record) -> float:
 
 
 def clear_ratio(record: Record, version: str, workload: str) -> float | None:
-    """How many times as fast as the unquantized version one is; None if the runs do not show a difference.
+    """Return how many times as fast as the unquantized version one is; None if the runs do not show a difference.
 
     They show one if all runs of one are faster than all of the other, and the medians differ by more than the machine's
     own speed did during the report. On a machine that changed as much as UNSTEADY, they never do: its speed was
@@ -259,13 +259,13 @@ def _surprises(record: Record, versions: set[str], ratios: Mapping[str, float | 
 
 
 def others_busy(record: Record) -> float:
-    """How many processors other programs kept busy; 0 if too few to matter, or unknown."""
+    """Return how many processors other programs kept busy; 0 if too few to matter, or unknown."""
     cores = record.get("other_programs_cores") or 0.0
     return cores if cores > OTHERS else 0.0
 
 
 def cautions(record: Record) -> list[str]:
-    """What makes the report's speeds doubtful."""
+    """Return what makes the report's speeds doubtful."""
     found = []
     if (factor := drift(record)) > 1 + CLEAR:
         omitted = "Smaller differences between versions are not stated."

@@ -107,7 +107,7 @@ def versions_of(
 
 
 def facts(llm: LLM, place: Path) -> dict[str, Any]:
-    """What the model is, as fields of a record."""
+    """Return what the model is, as fields of a record."""
     model, config = llm.engine.model, read_config(place)
     return {
         "parameters": model.num_parameters,

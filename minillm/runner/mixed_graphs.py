@@ -82,7 +82,7 @@ class MixedGraphs(Graphs[MixedShape]):
 
     @staticmethod
     def supports(model: Model) -> bool:
-        """Whether prefill attention has a kernel. The reference reads lengths on the host and cannot be captured."""
+        """Return whether prefill attention has a kernel. The reference reads lengths on the host: no graph has it."""
         return paged_attention.takes(model.config.head_dim)
 
     def fits(self, step: Step) -> MixedShape | None:

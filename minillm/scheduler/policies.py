@@ -30,11 +30,11 @@ class Policy(Protocol):
         ...
 
     def admits(self, running: int) -> bool:
-        """Whether waiting requests may join now that `running` ones have a row."""
+        """Return whether waiting requests may join now that `running` ones have a row."""
         ...
 
     def share(self, pending: np.ndarray, budget: int) -> np.ndarray:
-        """How many of each row's pending tokens run in this step, `budget` at most in all.
+        """Return how many of each row's pending tokens run in this step, `budget` at most in all.
 
         pending: [n] int32, above 0, read-only: tokens known and not computed, rows oldest first. A request that is
         about to join is asked for alone, with what the running rows left; given nothing, it waits. budget: with

@@ -163,7 +163,7 @@ class Scheduler:
         self.trace.reset(self)
 
     def tokens_of(self, request: Request) -> int:
-        """How many tokens of a request are known, its prompt included."""
+        """Return how many tokens of a request are known, its prompt included."""
         return len(request.known) if request.row < 0 else int(self.confirmed[request.row])
 
     def count_on_from(self, before: "Scheduler") -> None:

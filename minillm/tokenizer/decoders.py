@@ -118,7 +118,7 @@ def _decoded(spec: Spec | None, tokens: Sequence[str]) -> bytes:
 
 
 def _ignores_bounds(step: Spec) -> bool:
-    """Whether the text is the same wherever one token ends and the next begins, once the byte tokens are gone."""
+    """Return whether the bounds between tokens do not change the text, once the byte tokens are gone."""
     kind = step["type"]
     return kind in ("ByteFallback", "Fuse") or (kind == "Replace" and bool(step["pattern"].get("String")))
 

@@ -106,7 +106,7 @@ def _is_more(name: str) -> bool:
 
 
 def _is_typed(value: str | Spec) -> bool:
-    """Whether it is a token written with all of its flags, rather than a special token."""
+    """Return whether it is a token written with all of its flags, rather than a special token."""
     return isinstance(value, dict) and "__type" in value
 
 

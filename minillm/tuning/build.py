@@ -121,7 +121,7 @@ def options_of(config: EngineConfig, shape: ModelConfig, traffic: Traffic, devic
 
 
 def on_gpu(shape: ModelConfig, plan: Plan, gpu_bytes: float) -> Sizing:
-    """How a GPU of this size is divided, including the workspace and graphs that the plan measured."""
+    """Return how a GPU of this size is divided, including the workspace and graphs that the plan measured."""
     return fit(
         shape, gpu_bytes, plan.traffic.context, dtype=plan.options["dtype"],
         kv_cache_dtype=plan.options.get("kv_cache_dtype", "auto"), block_size=plan.options["block_size"],

@@ -89,7 +89,7 @@ def tune(
 
 
 def _refusal(trial: Trial) -> str | None:
-    """Why the current configuration must not be used, or None."""
+    """Return why the current configuration must not be used, or None."""
     from triton.errors import TritonError
 
     try:

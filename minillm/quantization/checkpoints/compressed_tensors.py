@@ -240,7 +240,7 @@ def describe(formats: Mapping[str, Format]) -> dict[str, Any]:
 
 
 def _packing(module: str, format: Format) -> str:
-    """How a module is written."""
+    """Return how a module is written."""
     if isinstance(format, Int8):
         return INT8 if format.activations is not None or _is_embedding(module) else PACKED
     return _USUAL[type(format)]
@@ -256,7 +256,7 @@ def _exactly(modules: Iterable[str]) -> list[str]:
 
 
 def _checked_packing(given: Any, format: Format) -> str:
-    """How a format is stored, as the file says. Raises ConfigError for a packing that is not read."""
+    """Return how a format is stored, as the file says. Raises ConfigError for a packing that is not read."""
     usual = INT8 if isinstance(format, Int8) else _USUAL[type(format)]
     known = {INT8: (INT8, NAIVE, PACKED), FLOAT: (FLOAT, NAIVE)}.get(usual, (usual,))
     if given in (None, MIXED):
@@ -401,7 +401,7 @@ def _fp4_codes(module: str, format: Fp4, tensors: Mapping[str, Tensor]) -> Codes
 
 
 def _act_order(weights: Mapping[str, Any]) -> bool:
-    """Whether groups consist of any inputs ("weight" only names how codes were found)."""
+    """Return whether groups consist of any inputs ("weight" only names how codes were found)."""
     given = weights.get("actorder")
     if given not in (None, False, "weight", "static", True, "group", "dynamic"):
         raise ConfigError(f"actorder must be group, weight or null, not {shown(given)}")
@@ -409,7 +409,7 @@ def _act_order(weights: Mapping[str, Any]) -> bool:
 
 
 def _strategy(config: Mapping[str, Any]) -> Any:
-    """Which numbers share a scale. If it is not given, the size of groups says so."""
+    """Return which numbers share a scale. If it is not given, the size of groups says so."""
     if (given := config.get("strategy")) is not None:
         return given
     size = config.get("group_size")
@@ -453,7 +453,7 @@ def _names_it(targets: Iterable[str], module: str) -> bool:
 
 
 def _rank(name: str, module: str) -> int:
-    """How a target names a module, the most specific first: by its name, by a pattern, or by its class."""
+    """Return how a target names a module, the most specific first: by its name, by a pattern, or by its class."""
     if name == module:
         return 0
     if name.startswith("re:"):

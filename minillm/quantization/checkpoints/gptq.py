@@ -97,7 +97,7 @@ class Gptq(Layout):
         self.rules = _rules(config.get("dynamic", {}), config)
 
     def _settings(self, module: str) -> GptqSettings | None:
-        """How a module is quantized; None: it is not. The first rule that matches decides."""
+        """Return how a module is quantized; None: it is not. The first rule that matches decides."""
         if module.endswith("embed_tokens") or (module == "lm_head" and not self.with_head):
             return None
         for rule, settings in self.rules:

@@ -108,7 +108,7 @@ def create_app(
 
     @app.get("/engine/state")
     async def state(model: str | None = None) -> Response:
-        """What the engine holds now: the numbers that the page at / shows, a few times a second at most."""
+        """Return what the engine holds now: the numbers that the page at / shows, a few times a second at most."""
         chosen = models.named(model or engine.facts.name).engine
         return Response(await chosen.ask(State()), media_type="application/json", headers={"cache-control": "no-store"})
 
