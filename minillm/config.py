@@ -108,7 +108,8 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     policy: PolicyName
     run_ahead: int
-    speculate: str
+    speculate: str | PathLike[str]
+    speculate_head: str | PathLike[str] | None
     speculate_tokens: int
     seed: int | None
     plan: str | PathLike[str] | None
@@ -202,9 +203,13 @@ class EngineConfig(Options):
     )
     speculate: str = option(
         "off",
-        'draft tokens that one step checks: "ngram" looks up how the text so far went on after the same tokens, or '
-        '"off"; the output is the same',
-        choices=("off", "ngram"),
+        'draft tokens that one step checks: "ngram" looks up how the text so far went on after the same tokens, the '
+        'directory of a smaller model with the same tokenizer runs that, and "off"; the output is the same',
+    )
+    speculate_head: str | None = option(
+        None,
+        "a file with a JSON list of the tokens that the draft model's head keeps; default: draft_head.json in its "
+        "directory, if it has one, else all",
     )
     speculate_tokens: int = option(7, "most tokens drafted for a request in one step", least=1, most=63)
     seed: int = option(
@@ -240,11 +245,16 @@ class EngineConfig(Options):
             )
         if self.max_prefill_tokens and self.policy in UNLIMITED:
             raise ConfigError(f"policy={self.policy!r} is a baseline without max_prefill_tokens: leave one of them out")
-        for name in ("plan", "trace"):
+        for name in ("plan", "trace", "speculate", "speculate_head"):
             value = getattr(self, name)
             recorder = name == "trace" and hasattr(value, "watch")
             if not (value is None or isinstance(value, (str, PathLike)) or recorder):
                 raise ConfigError(f"{name} must be a file's path, not {shown(value)}")
+        self._set("speculate", str(self.speculate))
+        if self.speculate_head is not None:
+            self._set("speculate_head", str(self.speculate_head))
+            if self.speculate in ("off", "ngram"):
+                raise ConfigError(f"speculate_head is for a draft model, and speculate={self.speculate!r} has none")
 
     @classmethod
     def of(cls, **options: Unpack[EngineOptions]) -> "EngineConfig":

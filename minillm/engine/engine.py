@@ -25,6 +25,7 @@ from minillm.model import Model
 from minillm.model.loader import check_tokenizer, read_config, resolve, resolve_device
 from minillm.pretrained import model_name
 from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
+from minillm.runner.draft_model import loaded
 from minillm.runner.executor import Executor, Facts, LocalExecutor, WatchedExecutor
 from minillm.runner.launched import Results, StepInFlight
 from minillm.runner.plan import Plan
@@ -89,6 +90,7 @@ class Engine:
         self.grammars.make_tokenizer_in_background()  # before there are steps that would wait for it
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer, described)
+        self.draft_model = loaded(self.config, described, self.tokenizer)  # before the cache takes all memory
         self.executor: Executor = LocalExecutor(place, self.config, self.plan)
         self.model_config, self.max_model_len = self.facts.model, self.facts.max_model_len
         self.in_flight: deque[StepInFlight] = deque()
@@ -156,7 +158,8 @@ class Engine:
     ) -> Scheduler:
         speculation = None
         if self.config.speculate != "off":
-            proposer = make_proposer(PROPOSERS[self.config.speculate])
+            own = (lambda: self.draft_model) if self.draft_model else PROPOSERS[self.config.speculate]
+            proposer = make_proposer(own)
             speculation = Speculation(proposer, self.config, self.model_config.vocab_size)
         scheduler = Scheduler(
             max_num_seqs=self.config.max_num_seqs,
@@ -468,4 +471,6 @@ class Engine:
             self.abort(tracked)
         self.in_flight.clear()
         self.executor.close()
+        if self.draft_model is not None:
+            self.draft_model.close()
         self.trace.close()

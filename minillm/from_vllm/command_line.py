@@ -24,7 +24,7 @@ ON_THE_COMMAND_LINE = {
     "kv-cache-memory-bytes": "use --num-blocks, or --gpu-memory-utilization",
     "logits-processors": "requests have logit_bias",
     "profiler-config": "use --trace FILE",
-    "speculative-config": "use --speculate ngram, which drafts from the text itself",
+    "speculative-config": "use --speculate ngram, which drafts from the text itself, or a draft model's directory",
     **dict.fromkeys(("tokenizer-mode", "tokenizer-revision"), TOKENIZER),
 }
 # Options of `vllm serve`: the values that ask for nothing, and what to do instead of any other.

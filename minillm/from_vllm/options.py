@@ -33,7 +33,10 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "max_lora_rank": ((ANY,), ""),  # with enable_lora only
     "max_loras": ((ANY,), ""),
     "enable_lora": ((None, False), "merge the adapter into the weights first"),
-    "speculative_config": ((None,), "use speculate='ngram', which drafts from the text itself"),
+    "speculative_config": (
+        (None,),
+        "use speculate='ngram', which drafts from the text itself, or give a draft model's directory as speculate",
+    ),
     "disable_log_stats": ((ANY,), ""),
     "disable_custom_all_reduce": ((ANY,), ""),
     "max_seq_len_to_capture": ((ANY,), ""),

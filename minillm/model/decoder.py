@@ -99,6 +99,7 @@ class Model:
         self.embedding = self.head
         if not config.tie_word_embeddings:
             self.embedding = matrix("embedding", self.local.vocab_size, hidden)
+        self.head_tokens: Tensor | None = None  # [n] int64: of the head's rows, after `cut_head`
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layer_norms = tuple(ARCHITECTURES[config.architecture].norms)
         self.groups = config.groups(max_model_len)
@@ -219,7 +220,14 @@ class Model:
         """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""
         cap = self.config.final_soft_cap
         found = self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
-        return self.parallel.all_gather(found)
+        return self.parallel.all_gather(self.of_all_tokens(found))
+
+    def of_all_tokens(self, logits: Tensor) -> Tensor:
+        """The head's logits [samples, rows of the head] -> those of the vocabulary: [samples, vocab]."""
+        if self.head_tokens is None:
+            return logits
+        found = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return found.index_copy_(1, self.head_tokens, logits)
 
     def norms(self) -> list[Tensor]:
         """The weights of all norms. The loader adds the family's offset to them."""

@@ -88,7 +88,7 @@ class SingleRow:
             x, self.head, norm=model.final_norm, eps=eps, residual=residual, post_norm=post_norm,
             soft_cap=model.config.final_soft_cap,
         )  # fmt: skip
-        return logits
+        return model.of_all_tokens(logits)
 
 
 def _product(x: Tensor, matrix: Matrix, **options: Any) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ The engine uses an executor only through this interface, so steps can also run i
 `tests/engine/remote_executor.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from minillm.cores import OtherPrograms
 from minillm.kernels import launch_configs
 from minillm.kv_cache.attention_sinks import Stream
 from minillm.model.config import ModelConfig
+from minillm.model.cut_head import cut_head
 from minillm.model.loader import load_model, rounded
 from minillm.scheduler.step import Step
 
@@ -80,10 +81,18 @@ class LocalExecutor:
     """Runs steps in this process, on one device.
 
     place: the model, as `minillm.model.loader.resolve` returns it. plan: launch configurations to use, and graphs to
-    capture at once. Raises ConfigError for a model that cannot be loaded, and if memory is too small for the options.
+    capture at once. head: the tokens to which the model's head is cut; None: all. Raises ConfigError for a model that
+    cannot be loaded, and if memory is too small for the options.
     """
 
-    def __init__(self, place: Path | str, config: DeviceConfig, plan: Plan | None = None):
+    def __init__(
+        self,
+        place: Path | str,
+        config: DeviceConfig,
+        plan: Plan | None = None,
+        *,
+        head: Sequence[int] | None = None,
+    ):
         others = OtherPrograms()  # measured while the model loads
         model = load_model(
             place,
@@ -95,6 +104,8 @@ class LocalExecutor:
             recipe=rounded(place, config.quantization, config.quantized_head),
             kv_cache_dtype=config.kv_cache_dtype,
         )
+        if head is not None:
+            cut_head(model, torch.tensor(head, device=model.device))
         self._table = {} if plan is None else plan.table()
         self.threads = Threads(config.cpu_threads, others) if model.device.type == "cpu" else None
         with self._tuned():

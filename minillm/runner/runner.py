@@ -74,7 +74,6 @@ class Runner:
             )
         self.caches = self.memory.allocate(self.num_blocks)
         self.graphs = make_graphs(self.caches)
-        self.drafts = config.speculate != "off"  # whether steps may have drafts
         self._decoding: tuple[Step, Batch, Tensor] | None = None  # the last decode-only step, its batch, its tokens
 
     def _make_graphs(self, config: DeviceConfig, caches: list[LayerCache]) -> "StepGraphs | None":
@@ -97,6 +96,12 @@ class Runner:
             self.graphs.close()
         self.caches.clear()
         self.graphs = self._decoding = None
+
+    @torch.inference_mode()
+    def put(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Write tokens [n] to these positions of the rows, in place of those that steps sampled there."""
+        self.state.store(rows, positions, self.state.to_device(tokens))
+        self._decoding = None  # its tokens are no longer the next step's
 
     @torch.inference_mode()
     def run(self, step: Step) -> LaunchedStep:
@@ -127,7 +132,7 @@ class Runner:
 
     def _decode(self, step: Step, before: tuple[Step, Batch, Tensor] | None) -> LaunchedStep:
         """Launch a decode-only step kernel by kernel."""
-        if before is not None and _continues(step, before[0]) and not (self.drafts and self._enters_blocks(step)):
+        if before is not None and _continues(step, before[0]) and not self._enters_blocks(step):
             # The same rows continue in the same blocks: reuse the last batch, advanced by one token.
             _, batch, sampled = before
             batch.token_ids = sampled
@@ -141,7 +146,7 @@ class Runner:
         return launched
 
     def _enters_blocks(self, step: Step) -> bool:
-        """Whether a row's next token begins a block. Drafts may have given it that block some steps ago."""
+        """Whether a row's next token begins a block. The row may have got it some steps ago, for drafts."""
         return bool((step.starts % self.state.block_size == 0).any())
 
     def _run_mixed(self, step: Step, prompts: list[int]) -> LaunchedStep:

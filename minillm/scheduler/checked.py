@@ -181,7 +181,7 @@ class CheckedProposer:
 
     def __init__(self, part: Proposer, count: Callable[[], None]):
         self.part, self._count = part, count
-        self.name = type(part).__name__
+        self.name, self.slow = type(part).__name__, bool(getattr(part, "slow", False))
 
     @classmethod
     def rehearse(cls, make: Callable[[], Proposer]) -> None:

@@ -57,13 +57,18 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
     most[(queries != 1) | (known != self.confirmed[rows]) | (known - self.computed[rows] != 1)] = 0
     most[known <= self.prompt[rows]] = 0
     places = np.flatnonzero(most > 0)
+    if speculation.slow and len(places):
+        most[places] = speculation.worth(rows[places], known[places], most[places], len(rows) - len(places))
+        places = np.flatnonzero(most > 0)
     if not len(places):
         return None
     asked = []
     for i in places.tolist():
         request = self.requests[rows[i]]
         assert request is not None, "a row that runs has a request"
-        asked.append(Asked(request.request_id, self.tokens[rows[i], : known[i]], int(most[i])))
+        tokens, prompt = self.tokens[rows[i], : known[i]], int(self.prompt[rows[i]])
+        sampled = request.params, request.seed, prompt, request.stop_ids
+        asked.append(Asked(request.request_id, tokens, int(most[i]), *sampled))
     left = min(self.max_num_batched_tokens - int(queries.sum()), speculation.most_yielded - len(rows))
     found: dict[int, np.ndarray] = {}
     proposals = speculation.propose(asked)
@@ -71,7 +76,9 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
         ends = np.isin(drafts, self.stop_ids[rows[places[i]]])
         proposals[i] = drafts[: int(ends.argmax())] if ends.any() else drafts
     lengths = np.array([len(drafts) for drafts in proposals], np.int32)
-    worth = speculation.worth(rows[places], known[places], lengths, len(rows) - len(places))
+    worth = lengths
+    if not speculation.slow:
+        worth = speculation.worth(rows[places], known[places], lengths, len(rows) - len(places))
     for i, drafts, count in zip(places.tolist(), proposals, worth.tolist(), strict=True):
         if drafts := drafts[: min(left, count)].tolist():
             found[i], left = np.array(drafts, np.int32), left - len(drafts)

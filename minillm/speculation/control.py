@@ -6,6 +6,7 @@ step with drafts are more than one token for the time of the step without; both 
 are not worth it gets none for a while, and runs ahead like any other; the while doubles each time.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -47,7 +48,8 @@ class Speculation:
         # Tokens that a step may yield: on a GPU the memory for logits is that of a step without drafts.
         self.most_yielded = max(rows, self.most + 1) if on_gpu else 1 << 30
         self._runs_ahead = on_gpu and config.run_ahead > 0  # a CPU computes a step while it is launched
-        self.costs = Costs()
+        self.slow = bool(getattr(proposer, "slow", False))
+        self.costs, self._proposing = Costs(), 0.0  # seconds since a step was timed
         self.unread = np.zeros(rows, bool)  # whether a step in flight has drafts of the row
         self._next = np.full(rows, NEVER, np.int32)  # known tokens from which the row takes drafts
         self._pause = np.zeros(rows, np.int32)  # tokens without drafts, the next time that they are not worth it
@@ -71,7 +73,11 @@ class Speculation:
         """Each request's drafts, int32, as many as it can take. Raises ProposerError."""
         for each in asked:
             each.tokens.flags.writeable = False
+        begun = time.perf_counter()
         answer = self.proposer.propose(asked)
+        if self.slow and asked:
+            self._proposing += time.perf_counter() - begun
+            self.costs.observe_drafting(len(asked), max(each.most for each in asked), self._proposing)
         if len(answer) != len(asked):
             raise ProposerError(f"{self._name}.propose gave {len(answer)} lists for {len(asked)} requests")
         return [self._checked(each, list(tokens)[: each.most]) for each, tokens in zip(asked, answer, strict=True)]
@@ -110,6 +116,8 @@ class Speculation:
         counts[0] = 0
         gained = ((p - p ** (counts + 1.0)) / (1 - p)).sum(axis=1)  # tokens, apart from one for each row
         seconds = self.costs.drafted(batch + counts.sum(axis=1), batch, plain)
+        if self.slow:
+            seconds += counts.max(axis=1) * self.costs.drafting(len(rows))
         seconds[counts.sum(axis=1) == 0] = plain
         chosen = counts[int(((batch + gained) / seconds).argmax())]
         paused = drafting & (chosen == 0)
@@ -132,6 +140,7 @@ class Speculation:
 
     def timed(self, step: TimedStep, seconds: float) -> None:
         """Take in how long a step took. Those that run prompts are left out."""
+        seconds, self._proposing = seconds - self._proposing, 0.0
         drafted, tokens = int(step.drafted.sum()), int(step.queries.sum())
         if tokens == len(step.rows) + drafted:
             self.costs.observe(drafted > 0, tokens, seconds)

@@ -9,16 +9,30 @@ MOST = 2.0  # times the entry: a step that took longer was disturbed, and counts
 
 
 class Costs:
-    """Two tables of seconds: of steps without drafts, and of steps with some, which may run without CUDA graphs."""
+    """Tables of seconds: of steps without drafts, of steps with some, which may run without CUDA graphs, and, if the
+    proposer is slow, of drafting one token for each row.
+    """
 
     def __init__(self) -> None:
         entries = _entry(1 << 24) + 1
-        self._seconds = np.zeros((2, entries))
-        self._seen = np.zeros((2, entries), np.int64)
+        self._seconds = np.zeros((3, entries))
+        self._seen = np.zeros((3, entries), np.int64)
 
     def observe(self, drafted: bool, tokens: int, seconds: float) -> None:
         """Take in the time of a step that ran `tokens` tokens, all of them of rows that decode."""
-        kind, entry = int(drafted), _entry(tokens)
+        self._observe(int(drafted), tokens, seconds)
+
+    def observe_drafting(self, rows: int, drafts: int, seconds: float) -> None:
+        """Take in how long it took to draft up to `drafts` tokens for so many rows."""
+        self._observe(2, rows, seconds / drafts)
+
+    def drafting(self, rows: int) -> float:
+        """Seconds that each further draft takes for so many rows; 0 before it was measured."""
+        known = np.flatnonzero(self._seen[2])
+        return float(np.interp(_entry(rows), known, self._seconds[2, known])) if len(known) else 0.0
+
+    def _observe(self, kind: int, count: int, seconds: float) -> None:
+        entry = _entry(count)
         known = self._seconds[kind, entry]
         if self._seen[kind, entry] < SEEN:  # the first steps of a kind are slow: they compile, or fill caches
             self._seconds[kind, entry] = min(known, seconds) if known else seconds

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from minillm.errors import MinillmError
+from minillm.request import SamplingParams
 
 
 class ProposerError(MinillmError, RuntimeError):
@@ -20,12 +21,18 @@ class Asked:
     request_id: str
     tokens: np.ndarray  # [n] int32: its prompt and output so far, read-only
     most: int  # drafts that it can take, from 1
+    # How its own tokens are sampled, for proposers that sample drafts.
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+    prompt_length: int = 0
+    stop_ids: tuple[int, ...] = ()
 
 
 class Proposer(Protocol):
     """Guesses which tokens come next. A wrong guess costs time, and never changes an output.
 
-    `minillm.using(proposer=...)` replaces it by a class of yours, which is called with nothing.
+    `minillm.using(proposer=...)` replaces it by a class of yours, which is called with nothing. If it has an attribute
+    `slow` that is true, each further draft takes it time: it is asked only for as many as are worth that.
     """
 
     def propose(self, asked: Sequence[Asked]) -> Sequence[Sequence[int]]:

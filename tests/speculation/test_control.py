@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from minillm.config import EngineConfig
-from minillm.speculation import Speculation
+from minillm.request import Request, SamplingParams
+from minillm.scheduler import Scheduler
+from minillm.scheduler.step import Step
+from minillm.speculation import Asked, Speculation
 from minillm.speculation.control import FIRST, LONGEST, MISSES
 from minillm.speculation.costs import SEEN, Costs
 from tests.speculation.proposers import Told
@@ -110,6 +113,45 @@ def test_a_row_that_wants_no_drafts_never_waits():
     assert not found.waits(ROW, np.array([2**31 - 2]))[0]
 
 
+class Slow(Told):
+    slow = True
+
+    def propose(self, asked):
+        self.asked = [each.most for each in asked]
+        return [[1] * each.most for each in asked]
+
+
+def test_a_slow_proposer_is_asked_for_as_many_drafts_as_are_worth_drafting():
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 4, "num_blocks": 64}
+    config = EngineConfig(max_num_seqs=4, speculate="ngram", speculate_tokens=7).on("cpu")
+    counts = []
+    for drafting in (0.0, 0.3, 2.0):
+        found = Speculation(Slow({}), config, 1000)
+        for (drafted, tokens), time in FLAT.items():
+            for _ in range(SEEN):
+                found.costs.observe(drafted, tokens, time)
+        found.costs.observe_drafting(1, 5, 5 * drafting)
+        found._all_right, found._all_tried = 7.0, 10.0
+        scheduler = Scheduler(**sizes, speculation=found)
+        scheduler.submit(Request("r", np.arange(5, dtype=np.int32), SamplingParams(), limit=40, stop_ids=()))
+        scheduler.complete(scheduler.schedule(), np.full(1, 50))
+        found.proposer.asked = [0]
+        scheduler.schedule()
+        counts += found.proposer.asked
+    assert counts[0] == 7 > counts[1] > counts[2] == 0
+
+
+def test_the_time_of_drafting_is_no_part_of_a_steps_time():
+    found = made({})
+    found.proposer, found.slow = Slow({}), True
+    found.propose([Asked("r", np.arange(3, dtype=np.int32), 4)])
+    found._proposing = 3.0
+    step = Step(0, ROW, ROW, np.ones(1, np.int32), np.ones(1, bool), 1)
+    for _ in range(SEEN):
+        found.timed(step, 4.0 if found._proposing else 1.0)
+    assert found.costs.plain(1) == 1.0
+
+
 def test_times_are_kept_by_tokens_and_a_disturbed_step_counts_little():
     costs = Costs()
     assert costs.plain(1) is None and costs.drafted(np.array([4, 9]), 1, 0.5).tolist() == [0.5, 0.5]
@@ -122,4 +164,8 @@ def test_times_are_kept_by_tokens_and_a_disturbed_step_counts_little():
     assert costs.drafted(np.array([4, 6]), 4, 1.0).tolist() == [2, 3], "the two kinds of steps may have one entry"
     costs.observe(False, 1, 1000.0)
     assert 1.0 < costs.plain(1) < 1.5
+    assert costs.drafting(3) == 0
+    costs.observe_drafting(1, 4, 4.0)
+    costs.observe_drafting(8, 2, 16.0)
+    assert [costs.drafting(rows) for rows in (1, 8, 9)] == [1, 8, 8] and 1 < costs.drafting(4) < 8
     assert costs.drafted(np.array([4]), 1, 5.0).tolist() == [5], "drafts never make a step shorter"

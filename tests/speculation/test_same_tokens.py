@@ -2,12 +2,15 @@
 
 import itertools
 import random
+import shutil
 
 import pytest
+import torch
 
 import minillm
 from minillm import LLM, RequestOptions, SamplingParams
 from minillm.engine import Engine
+from minillm.model.loader import EMBEDDED
 from minillm.speculation import Speculation
 from tests import models
 from tests.chance import SEED
@@ -141,6 +144,44 @@ def test_prompt_lookup_changes_nothing_that_a_request_gets(engine, count):
     assert (preempted > 0) == (engine == "preempted")
     assert stats["draft_tokens"] > count and 0 < stats["accepted_tokens"] < stats["draft_tokens"]
     assert {each[3] for each in expected} == {"stop", "length"} or count < 24
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    """A model that is mostly right about tiny-gemma: the same with some noise."""
+    place = tmp_path_factory.mktemp("draft")
+    model = models.reference(EMBEDDED, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data += 0.15 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(place)
+    shutil.copy(EMBEDDED / "tokenizer.json", place)
+    return place
+
+
+@pytest.mark.parametrize(("engine", "count"), [("preempted", 8), *only_in_proofs(*((name, 64) for name in ENGINES))])
+def test_a_draft_model_changes_nothing_that_a_request_gets(engine, count, draft):
+    prompts, params = requests(count, seed=len(engine) + count)
+    made = {"dtype": "float64", "device": "cpu", "num_blocks": 600} | ENGINES[engine]
+    with LLM(**{key: value for key, value in made.items() if key != "speculate_tokens"}) as plain:
+        expected = outcomes(plain, prompts, params)
+    with LLM(**made, speculate=draft) as llm:
+        assert differences(expected, outcomes(llm, prompts, params)) == []
+        stats, own = llm.stats(), llm.engine.draft_model
+        assert not own.rows and own.pool.available == own.pool.num_blocks
+    assert stats["draft_tokens"] > 3 * count and stats["accepted_tokens"] > stats["draft_tokens"] / 5
+
+
+def test_a_model_that_drafts_for_itself_is_always_right():
+    """Whatever the parameters are, but for grammars, which drafts do not know."""
+    prompts, params = requests(8, seed=5)
+    kept = [i for i, each in enumerate(params) if each.grammar is None]
+    prompts, params = [prompts[i] for i in kept], [params[i] for i in kept]
+    with LLM(dtype="float64", device="cpu", speculate=EMBEDDED, max_num_seqs=4, max_num_batched_tokens=40) as llm:
+        outcomes(llm, prompts, params)
+        stats = llm.stats()
+    assert stats["draft_tokens"] == stats["accepted_tokens"] > 5 * len(prompts)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.8])

@@ -5,6 +5,7 @@ from . import Fault
 NGRAM, CONTROL = "minillm/speculation/ngram.py", "minillm/speculation/control.py"
 DRAFTING, SCHEDULER = "minillm/scheduler/drafting.py", "minillm/scheduler/scheduler.py"
 LAUNCHED, RUNNER = "minillm/runner/launched.py", "minillm/runner/runner.py"
+DRAFT_MODEL, DRAFTS = "minillm/runner/draft_model.py", "tests/runner/test_draft_model.py"
 ACCEPTED, SAME = "tests/scheduler/test_accepted.py", "tests/speculation/test_same_tokens.py"
 
 FAULTS = (
@@ -63,5 +64,40 @@ FAULTS = (
         "return bool((step.starts % self.state.block_size == 0).any())",
         "return False",
         f"{SAME} -k blocks_that_drafts",
+    ),
+    Fault(
+        "a draft model keeps the keys of drafts that were wrong",
+        DRAFT_MODEL,
+        "np.minimum(np.minimum(self.computed[rows], right), counts - 1)",
+        "np.minimum(self.computed[rows], counts - 1)",
+        f"{DRAFTS} -k first_time",
+    ),
+    Fault(
+        "a draft model goes on from its own draft, although another token came",
+        RUNNER,
+        "        self._decoding = None  # its tokens are no longer the next step's\n",
+        "",
+        f"{DRAFTS} -k wrong_is_not",
+    ),
+    Fault(
+        "a draft model takes the row of a request that it is asked for",
+        DRAFT_MODEL,
+        "self.rows.move_to_end(each.request_id)",
+        "pass",
+        f"{DRAFTS} -k first_time",
+    ),
+    Fault(
+        "drafts are sampled with the number of another position",
+        DRAFT_MODEL,
+        "each.prompt_length, params, each.seed, each.stop_ids",
+        "each.prompt_length, params, each.seed + 1, each.stop_ids",
+        f"{SAME} -k for_itself",
+    ),
+    Fault(
+        "the time of drafting is not weighed",
+        CONTROL,
+        "seconds += counts.max(axis=1) * self.costs.drafting(len(rows))",
+        "seconds += 0",
+        "tests/speculation/test_control.py",
     ),
 )
