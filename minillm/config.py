@@ -102,6 +102,7 @@ class EngineOptions(TypedDict, total=False):
     num_blocks: int | None
     gpu_memory_utilization: float
     enforce_eager: bool
+    tensor_parallel_size: int
     cpu_threads: int | None
     attention_sinks: int | None
     attention_window: int | None
@@ -175,6 +176,12 @@ class EngineConfig(Options):
         0.9, "share of the GPU's memory that weights, workspace, CUDA graphs and cache may take"
     )
     enforce_eager: bool = option(False, "never use CUDA graphs")
+    tensor_parallel_size: int = option(
+        1,
+        "GPUs of this machine that share every layer: each has a part of the heads, of the MLP and of the vocabulary; "
+        "on a CPU, as many processes",
+        least=1,
+    )
     cpu_threads: int | None = option(
         None,
         "threads of a step on a CPU; default: as many as there are cores that no other program uses, which changes "
@@ -242,6 +249,11 @@ class EngineConfig(Options):
             raise ConfigError(
                 f"speculate={self.speculate!r} and attention_sinks exclude each other: a stream's blocks move as its "
                 "tokens are computed, and drafts that are wrong would have to move them back; leave one of them out"
+            )
+        if self.plan is not None and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"plan and tensor_parallel_size={self.tensor_parallel_size} exclude each other: a plan is measured on "
+                "one GPU with the whole model; leave one of them out"
             )
         if self.max_prefill_tokens and self.policy in UNLIMITED:
             raise ConfigError(f"policy={self.policy!r} is a baseline without max_prefill_tokens: leave one of them out")

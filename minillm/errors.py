@@ -24,6 +24,10 @@ class EngineClosed(MinillmError, RuntimeError):
     """A call of an engine after its `close`."""
 
 
+class RankFailed(MinillmError, RuntimeError):
+    """A process of an engine on several GPUs has ended, hangs or failed: the message names its rank, and why."""
+
+
 class MissingPackage(MinillmError, ImportError):
     """A package that this part needs is not installed; the message says how to install it."""
 

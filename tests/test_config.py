@@ -76,7 +76,7 @@ def test_prompts_next_to_streams_of_a_gpu_have_a_limit_unless_one_is_given_or_th
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("max_num_seq", ", the nearest is max_num_seqs"), ("xyz", ""), ("tensor_parallel_size", "")]
+    ("name", "nearest"), [("max_num_seq", ", the nearest is max_num_seqs"), ("xyz", ""), ("trust_remote_code", "")]
 )
 def test_an_option_that_there_is_not_is_named_with_the_nearest_there_is(name, nearest):
     with pytest.raises(ConfigError, match=f"^{name}: no such option{nearest}; the engine's options are: dtype, device"):

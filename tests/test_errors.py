@@ -91,6 +91,7 @@ def test_built_in_exceptions_are_raised_only_for_what_no_user_can_fix():
         (errors.ConfigError, ValueError),
         (errors.InvalidRequest, ValueError),
         (errors.EngineClosed, RuntimeError),
+        (errors.RankFailed, RuntimeError),
         (errors.MissingPackage, ImportError),
         (errors.Unreachable, ConnectionError),
     ],

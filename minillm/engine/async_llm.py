@@ -215,6 +215,11 @@ class AsyncLLM:
         return not self._closing and self._thread.is_alive()
 
     @property
+    def failure(self) -> str | None:
+        """Why the engine can run no further step, for one on several GPUs that has lost a process; None if it can."""
+        return self.engine.executor.failure
+
+    @property
     def working(self) -> float:
         """Seconds that the engine's thread has been busy with the same step; 0 if it waits for work."""
         began = self._turn_began

@@ -23,6 +23,7 @@ from minillm.grammar import Grammars
 from minillm.kv_cache.block_pool import BlockPool
 from minillm.model import Model
 from minillm.model.loader import check_tokenizer, read_config, resolve, resolve_device
+from minillm.parallel.executor import ParallelExecutor
 from minillm.pretrained import model_name
 from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.draft_model import loaded
@@ -91,7 +92,8 @@ class Engine:
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer, described)
         self.draft_model = loaded(self.config, described, self.tokenizer)  # before the cache takes all memory
-        self.executor: Executor = LocalExecutor(place, self.config, self.plan)
+        start = LocalExecutor if self.config.tensor_parallel_size == 1 else ParallelExecutor
+        self.executor: Executor = start(place, self.config, self.plan)
         self.model_config, self.max_model_len = self.facts.model, self.facts.max_model_len
         self.in_flight: deque[StepInFlight] = deque()
         self.tracked: dict[str, Tracked] = {}

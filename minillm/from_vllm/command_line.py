@@ -23,6 +23,7 @@ ON_THE_COMMAND_LINE = {
     **dict.fromkeys(("generation-config", "override-generation-config"), "requests have temperature and the like"),
     "kv-cache-memory-bytes": "use --num-blocks, or --gpu-memory-utilization",
     "logits-processors": "requests have logit_bias",
+    "pipeline-parallel-size": "use --tensor-parallel-size 2, with which GPUs share every layer",
     "profiler-config": "use --trace FILE",
     "speculative-config": "use --speculate ngram, which drafts from the text itself, or a draft model's directory",
     **dict.fromkeys(("tokenizer-mode", "tokenizer-revision"), TOKENIZER),

@@ -9,10 +9,9 @@ from minillm.values import as_int, shown
 ANY = object()  # every value asks for nothing that is missing here
 # Options that minillm does not have: the values that ask for nothing, and what to do instead of any other.
 ENGINE: dict[str, tuple[tuple, str]] = {
-    "tensor_parallel_size": ((1, None), "an engine uses one GPU: start one engine for each"),
-    "pipeline_parallel_size": ((1, None), "an engine uses one GPU: start one engine for each"),
-    "data_parallel_size": ((1, None), "an engine uses one GPU: start one engine for each"),
-    "distributed_executor_backend": ((None, "uni", "mp"), "an engine runs in one process"),
+    "pipeline_parallel_size": ((1, None), "use tensor_parallel_size=2, with which GPUs share every layer"),
+    "data_parallel_size": ((1, None), "start one engine for each"),
+    "distributed_executor_backend": ((None, "uni", "mp"), "the engine starts its processes itself"),
     "trust_remote_code": ((ANY,), ""),  # no code that comes with a model is ever run
     "revision": ((None, "main"), "give the directory of the revision that you want"),
     "tokenizer_revision": ((None, "main"), "give the tokenizer's directory as `tokenizer`"),
@@ -54,7 +53,7 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "model_impl": ((None, "auto", "vllm"), "one implementation runs all models"),
     "logits_processors": ((None, [], ()), "use logit_bias, or replace the sampler with minillm.using"),
     "kv_transfer_config": ((None,), "an engine keeps its own cache"),
-    "worker_cls": ((None, "auto"), "an engine runs in one process"),
+    "worker_cls": ((None, "auto"), "the engine starts its processes itself"),
     "served_model_name": ((ANY,), ""),  # `minillm serve` has it
     "max_logprobs": ((ANY,), ""),
     "hf_token": ((ANY,), ""),  # nothing is downloaded
@@ -72,7 +71,7 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "profiler_config": ((None, {}), "give trace=FILE, or use torch.profiler around generate"),
     "mm_processor_kwargs": ((None, {}), "models read text only"),
     "enable_prompt_embeds": ((None, False), "give text or token ids"),
-    "enable_expert_parallel": ((None, False), "an engine uses one GPU, and there are no models of experts"),
+    "enable_expert_parallel": ((None, False), "there are no models of experts"),
     "disable_sliding_window": ((None, False), "windows are those of the model's config.json"),
     "calculate_kv_scales": ((ANY,), ""),  # each token and head has a scale of its own
     "allowed_local_media_path": ((ANY,), ""),
@@ -87,7 +86,14 @@ VALUES: dict[str, dict[Any, Any]] = {
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "max_model_len": {-1: None},
 }
-NONE_IS_DEFAULT = ("block_size", "dtype", "enable_prefix_caching", "kv_cache_dtype", "load_format")
+NONE_IS_DEFAULT = (
+    "block_size",
+    "dtype",
+    "enable_prefix_caching",
+    "kv_cache_dtype",
+    "load_format",
+    "tensor_parallel_size",
+)
 STORED = (
     "leave it out for a checkpoint that is quantized already, as its format is in its config.json; `minillm quantize "
     "--method awq` makes one, and 'int4' rounds while loading"

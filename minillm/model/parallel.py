@@ -24,6 +24,10 @@ class Parallel(Protocol):
         """All ranks' x [..., n], in the order of ranks: [..., size * n]."""
         ...
 
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        ...
+
 
 class OneDevice(Parallel):
     """The whole model is here."""
@@ -35,3 +39,6 @@ class OneDevice(Parallel):
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+    def least(self, number: int) -> int:
+        return number

@@ -19,6 +19,7 @@ from minillm.kv_cache.attention_sinks import Stream
 from minillm.model.config import ModelConfig
 from minillm.model.cut_head import cut_head
 from minillm.model.loader import load_model, rounded
+from minillm.model.parallel import OneDevice, Parallel
 from minillm.scheduler.step import Step
 
 from .cuda_graph import DecodeShape
@@ -48,6 +49,11 @@ class Executor(Protocol):
 
     facts: Facts
 
+    @property
+    def failure(self) -> str | None:
+        """Why no further step can run, for one that has lost a process; None while steps can run."""
+        return None
+
     def launch(self, step: Step) -> StepInFlight:
         """Run a step. Returns before it has finished if the device is asynchronous."""
         ...
@@ -61,7 +67,7 @@ class Executor(Protocol):
         ...
 
 
-class WatchedExecutor:
+class WatchedExecutor(Executor):
     """Passes every call to another executor. A subclass overrides what it wants to see."""
 
     def __init__(self, executor: Executor):
@@ -77,12 +83,13 @@ class WatchedExecutor:
         self.executor.close()
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Runs steps in this process, on one device.
 
     place: the model, as `minillm.model.loader.resolve` returns it. plan: launch configurations to use, and graphs to
-    capture at once. head: the tokens to which the model's head is cut; None: all. Raises ConfigError for a model that
-    cannot be loaded, and if memory is too small for the options.
+    capture at once. head: the tokens to which the model's head is cut; None: all. parallel: the ranks that share the
+    model, of which this process is one. Raises ConfigError for a model that cannot be loaded, and if memory is too
+    small for the options.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class LocalExecutor:
         plan: Plan | None = None,
         *,
         head: Sequence[int] | None = None,
+        parallel: Parallel = OneDevice(),
     ):
         others = OtherPrograms()  # measured while the model loads
         model = load_model(
@@ -103,6 +111,7 @@ class LocalExecutor:
             seed=config.seed,
             recipe=rounded(place, config.quantization, config.quantized_head),
             kv_cache_dtype=config.kv_cache_dtype,
+            parallel=parallel,
         )
         if head is not None:
             cut_head(model, torch.tensor(head, device=model.device))

@@ -105,8 +105,13 @@ class Memory:
     def blocks_that_fit(self, config: DeviceConfig, request: int, least: int, make_graphs: MakeGraphs) -> int:
         """The requested number of blocks, or as many as fit in memory, up to what all rows need at full length.
 
-        request, least: blocks of one request of full length, and of the shortest. Raises ConfigError.
+        The same for all ranks. request, least: blocks of one request of full length, and of the shortest. Raises
+        ConfigError.
         """
+        return self.model.parallel.least(self._blocks_here(config, request, least, make_graphs))
+
+    def _blocks_here(self, config: DeviceConfig, request: int, least: int, make_graphs: MakeGraphs) -> int:
+        """The same on this device alone."""
         most = config.num_blocks or config.max_num_seqs * request
         if self.state.device.type != "cuda":
             return most if config.num_blocks else min(most, max(CPU_CACHE_BYTES // self.block_bytes, least))

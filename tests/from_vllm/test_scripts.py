@@ -53,8 +53,8 @@ def llm():
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
-        ({"tensor_parallel_size": 2}, "one engine for each"),
-        ({"tensor_parallel_size": True}, "one engine for each"),
+        ({"pipeline_parallel_size": 2}, "use tensor_parallel_size"),
+        ({"data_parallel_size": 2}, "one engine for each"),
         ({"enable_lora": True}, "merge the adapter"),
         ({"revision": "abc"}, "directory of the revision"),
         ({"speculative_config": {"method": "ngram"}}, "speculate='ngram'"),

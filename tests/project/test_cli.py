@@ -322,7 +322,10 @@ def translate(text: str, command: type = command_line.Serve) -> str:
     [
         ("DIR --max_model_len 64 -m x", "DIR --max-model-len=64 -m x"),
         ("DIR --max-model-len -1", "DIR --max-model-len=-1"),
-        ("DIR --tensor-parallel-size 1 -tp 1 -pp=1 --swap-space 4", "DIR"),
+        (
+            "DIR --tensor-parallel-size 1 -tp 2 -pp=1 --swap-space 4",
+            "DIR --tensor-parallel-size 1 --tensor-parallel-size 2",
+        ),
         ("--trust-remote-code DIR --disable-log-requests --enable_chunked_prefill", "DIR"),
         ("DIR --no-enable-lora --no-enable-log-requests -O3 --calculate-kv-scales", "DIR"),
         ("DIR -O 3 -O.level=3 -q fp8", "DIR --quantization fp8"),
@@ -339,8 +342,8 @@ def test_serve_takes_vllms_options_that_ask_for_nothing(given, ours):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("--tensor-parallel-size 2", "start one engine for each"),
-        ("-tp 2", "start one engine for each"),
+        ("--pipeline-parallel-size 2", "use --tensor-parallel-size 2"),
+        ("-dp 2", "start one engine for each"),
         ("--enable-lora", "merge the adapter"),
         ("--no-enable-chunked-prefill", "--policy whole runs"),
         ("--compilation-config 3", "--enforce-eager turns"),

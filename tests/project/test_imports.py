@@ -33,6 +33,7 @@ LAYERS = (
         "calibration",
         "engine",
         "advice",
+        "parallel",
         "runner",
         "scheduler",
         "speculation",

@@ -76,6 +76,7 @@ def run(
 
 def _watch(owner: Control, llm: "AsyncLLM", hub: "Hub", stop: threading.Event) -> None:
     """Report to the owner until it says stop. Exits if the engine has failed."""
+    lost: str | None = None
     while not stop.wait(BEAT):
         owner.send({"op": "beat", "working": llm.working, "counted": hub.counted()})
         why = None
@@ -83,6 +84,9 @@ def _watch(owner: Control, llm: "AsyncLLM", hub: "Hub", stop: threading.Event) -
             why = "the engine's thread has ended" if hub.alive else "the thread that serves the workers has ended"
         elif llm.failed_steps >= FAILED_STEPS:
             why = f"{llm.failed_steps} steps in a row have failed"
+        elif lost is not None:
+            why = lost
+        lost = llm.failure  # a beat later, its requests have been told
         if why is not None:
             log.error(why)
             sys.exit(1)

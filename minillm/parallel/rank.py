@@ -1,0 +1,121 @@
+"""The process of one rank: it loads its shard, and runs the steps that the engine sends.
+
+Three threads: one reads messages, so that the engine never waits to send one; one runs them, in order; one waits for
+the results of steps and sends them, so that the next step is launched meanwhile.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from minillm.runner.executor import LocalExecutor
+from minillm.runner.launched import Results
+from minillm.scheduler.step import Step
+
+from .collectives import Group
+from .messages import PING, Answered, Failed, LoadShard, Pong
+
+PR_SET_PDEATHSIG = 1
+
+
+def checksum(results: Results) -> int:
+    """A number that differs, almost surely, if the tokens of a step do."""
+    return zlib.crc32(results.tokens.tobytes())
+
+
+class Rank:
+    """Serves one engine, and ends with it. device: "cpu", or the GPU, as "cuda:1"."""
+
+    def __init__(self, connection: Connection, rank: int, size: int, meeting: str, device: str):
+        self.connection, self.rank = connection, rank
+        self.group: Group | None = None
+        self.executor: LocalExecutor | None = None
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._answers: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self._sending = threading.Lock()
+        threading.Thread(target=self._read, name="minillm-messages", daemon=True).start()
+        threading.Thread(target=self._answer, name="minillm-answers", daemon=True).start()
+        self.group = Group.join(rank, size, meeting, torch.device(device))
+
+    def run(self) -> None:
+        """Do what the messages say, until the engine is gone."""
+        while True:
+            message = self._messages.get()
+            try:
+                self._answers.put(self._do(message))
+            except Exception as error:
+                self._answers.put(_raising(error))
+
+    def _do(self, message: Any) -> Callable[[], Any]:
+        """Carry out a message. Returns what waits for its answer."""
+        if isinstance(message, Step):
+            assert self.executor is not None, "a model is loaded before there are steps"
+            launched = self.executor.launch(message)
+            return launched.wait if self.rank == 0 else lambda: checksum(launched.wait())
+        if isinstance(message, LoadShard):
+            assert self.group is not None, "messages are read once it is there"
+            if self.executor is not None:
+                self.executor.close()
+            self.executor = LocalExecutor(message.place, message.config, parallel=self.group)
+            facts = self.executor.facts
+            return lambda: facts
+        assert self.executor is not None, "a model is loaded before kernels are warmed up"
+        self.executor.warm_up()
+        return lambda: None
+
+    # ---- on threads of their own
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = pickle.loads(self.connection.recv_bytes())
+            except (EOFError, OSError):  # the engine is gone; the other threads may be inside a collective
+                os._exit(0)
+            if message == PING:
+                self._send(Pong(-1 if self.group is None else self.group.entered))
+            else:
+                self._messages.put(message)
+
+    def _answer(self) -> None:
+        while True:
+            wait = self._answers.get()
+            try:
+                self._send(Answered(wait()))
+            except Exception as error:
+                self._send(Failed.of(error))
+
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            try:
+                self.connection.send_bytes(pickle.dumps(message))
+            except OSError:
+                os._exit(0)
+
+
+def _raising(error: Exception) -> Callable[[], Any]:
+    def wait() -> Any:
+        raise error
+
+    return wait
+
+
+def main() -> None:
+    """Run a rank whose owner has given the socket to it as the first argument, then what `Rank` takes."""
+    if sys.platform == "linux":  # even if it is stopped, it ends with the thread that started it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection, rank, size, meeting, device = sys.argv[1:]
+    Rank(Connection(int(connection)), int(rank), int(size), meeting, device).run()
+
+
+if __name__ == "__main__":
+    main()

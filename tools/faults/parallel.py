@@ -1,0 +1,58 @@
+"""Faults in what several processes do together: collectives, steps, failures."""
+
+from . import Fault
+
+RANKS, COLLECTIVES = "minillm/parallel/ranks.py", "minillm/parallel/collectives.py"
+TOKENS, FAILURES = "tests/parallel/test_tensor_parallel.py", "tests/parallel/test_failures.py"
+
+FAULTS = (
+    Fault(
+        "a sum leaves out the last rank",
+        COLLECTIVES,
+        "for other in others:",
+        "for other in others[:-1]:",
+        f"{TOKENS} -k another_family",
+    ),
+    Fault(
+        "ranks that sample other tokens go on",
+        "minillm/parallel/executor.py",
+        "if found != checksum(results):",
+        "if found is None:",
+        f"{FAILURES} -k diverges",
+    ),
+    Fault(
+        "a rank that hangs is taken for the one that waits",
+        RANKS,
+        "behind = min(self.members",
+        "behind = max(self.members",
+        f"{FAILURES} -k hangs",
+    ),
+    Fault(
+        "what another rank's failure did to a rank counts as its own",
+        "minillm/parallel/messages.py",
+        "isinstance(error, PeerLost)\n",
+        "False\n",
+        f"{FAILURES} -k dies",
+    ),
+    Fault(
+        "functions of the user's are left out in silence",
+        "minillm/parallel/executor.py",
+        "if not operations.engines_own:",
+        "if False:",
+        f"{TOKENS} -k refused",
+    ),
+    Fault(
+        "an engine that has lost a rank counts as working",
+        RANKS,
+        'return f"{member} {member.end()}"',
+        "return None",
+        f"{FAILURES} -k while_nothing_runs",
+    ),
+    Fault(
+        "a stopped rank outlives the engine",
+        "minillm/parallel/rank.py",
+        'sys.platform == "linux"',
+        'sys.platform == "none"',
+        "tests/parallel/test_processes.py",
+    ),
+)
