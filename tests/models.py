@@ -146,3 +146,16 @@ def keep_float64(monkeypatch) -> None:
         return own(scores, dim=dim, dtype=torch.float64 if scores.dtype == torch.float64 else dtype)
 
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+
+
+def generated(directory: str | Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """What transformers generates in float64, one prompt at a time."""
+    model = reference(directory, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        keep_float64(patch)
+        found = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+            found.append(out[0, len(prompt) :].tolist())
+    return found

@@ -63,8 +63,9 @@ class Teacher:
 
 def uniforms_of(seed: int, lengths: np.ndarray) -> np.ndarray:
     from minillm.runner.sampler import uniforms
+    from minillm.runner.state import mix
 
-    return uniforms(np.full(len(lengths), seed, np.int64), lengths)
+    return uniforms(mix(np.full(len(lengths), seed, np.int64).astype(np.uint64)), lengths)
 
 
 def interval(chances: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

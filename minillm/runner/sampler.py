@@ -21,17 +21,14 @@ from .state import PENALTIES, TRUNCATION, RowState, mix
 GENERAL_AT_ONCE = 256  # rows adjusted at a time: with Gemma's vocabulary each takes a few MB
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def uniforms(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) for each (seed, position): a counter-based generator (SplitMix64, Steele et al. 2014).
 
-    seeds [n] int64, positions [n] int. The number depends on nothing else, so a seeded request draws the same numbers
-    alone, in any batch, and after preemption. Numbers have 24 bits, the precision of float32.
+    mixed_seeds: [n] uint64, what `mix` makes of the seeds; positions: [n] int. The number depends on nothing else, so a
+    seeded request draws the same numbers alone, in any batch, and after preemption. Numbers have 24 bits, the precision
+    of float32.
     """
-    return _draws(mix(seeds.astype(np.uint64)), positions)
-
-
-def _draws(mixed: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    z = mix(mixed + positions.astype(np.uint64)) >> np.uint64(40)
+    z = mix(mixed_seeds + positions.astype(np.uint64)) >> np.uint64(40)
     return (z.astype(np.float64) * 2.0**-24).astype(np.float32)
 
 
@@ -130,7 +127,7 @@ class Sampler:
         temperature = self.state.sampling.temperature[rows]
         if not temperature.any():
             return likeliest(logits)
-        draws = self._tensor(_draws(self.state.sampling.mixed_seed[rows], lengths))
+        draws = self._tensor(uniforms(self.state.sampling.mixed_seed[rows], lengths))
         truncation = None
         if asked := self._asked(TRUNCATION, rows, torch.float32):
             min_p, top_k, top_p = (each[:, 0] for each in asked)

@@ -4,7 +4,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 import minillm
 from minillm import LLM, SamplingParams
@@ -48,15 +47,7 @@ def draw_prompts(seed: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(directory, prompts):
     """What transformers generates, one prompt at a time."""
-    model = models.reference(directory, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        models.keep_float64(patch)
-        found = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
-            found.append(out[0, len(prompt) :].tolist())
-    return found
+    return models.generated(directory, prompts, COUNT)
 
 
 def run(directory, prompts, one_by_one=False, tight=False, **options) -> list[list[int]]:

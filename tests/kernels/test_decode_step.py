@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="kernels need triton, which exists for Linu
 
 from minillm.kernels import decode_step
 from minillm.runner.sampler import uniforms
+from minillm.runner.state import mix
 from tests.chance import SEED
 
 pytestmark = pytest.mark.explore
@@ -61,7 +62,7 @@ def test_prepare_draws_the_samplers_own_random_numbers():
     rows = torch.arange(50, device=DEVICE)
     found = decode_step.prepare(rows, **given, block_size=4, width=10)
     seeds, positions = given["seed"][:50].cpu().numpy(), given["position"][:50].cpu().numpy()
-    assert found["uniform"].tolist() == uniforms(seeds, positions + 1).tolist()
+    assert found["uniform"].tolist() == uniforms(mix(seeds.astype(np.uint64)), positions + 1).tolist()
 
 
 def test_advance_writes_the_tokens_back_and_leaves_other_rows_unchanged():

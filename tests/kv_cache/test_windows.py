@@ -95,15 +95,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(directory, prompts):
-    model = models.reference(directory, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        models.keep_float64(patch)
-        found = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
-            found.append(out[0, len(prompt) :].tolist())
-    return found
+    return models.generated(directory, prompts, COUNT)
 
 
 @pytest.fixture

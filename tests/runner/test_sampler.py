@@ -10,7 +10,7 @@ from minillm import InvalidRequest, SamplingParams, ops
 from minillm.ops.signatures import Truncation
 from minillm.runner.logprobs import top_logprobs
 from minillm.runner.sampler import Sampler, derived_seed, forbid, uniforms
-from minillm.runner.state import RowState
+from minillm.runner.state import RowState, mix
 from minillm.scheduler.step import NewRow
 
 pytestmark = pytest.mark.key
@@ -187,15 +187,16 @@ def test_huge_and_infinite_logits_do_not_overflow():
 
 
 def test_uniforms_are_uniform_and_depend_only_on_seed_and_position():
-    numbers = uniforms(np.arange(50_000), np.full(50_000, 3))
+    numbers = uniforms(mix(np.arange(50_000, dtype=np.uint64)), np.full(50_000, 3))
     assert numbers.min() >= 0 and numbers.max() < 1
     counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
     assert ((counts - 500) ** 2 / 500).sum() < 99 + 5 * math.sqrt(198)
-    along = uniforms(np.full(50_000, 7), np.arange(50_000))
+    along = uniforms(mix(np.full(50_000, 7, np.uint64)), np.arange(50_000))
     assert abs(np.corrcoef(along[:-1], along[1:])[0, 1]) < 0.02
-    assert uniforms(np.array([7, 8]), np.array([5, 5])).tolist() == [
+    seven, eight = mix(np.array([7, 8], np.uint64))
+    assert uniforms(np.array([seven, eight]), np.array([5, 5])).tolist() == [
         along[5],
-        uniforms(np.array([8]), np.array([5]))[0],
+        uniforms(np.array([eight]), np.array([5]))[0],
     ]
 
 
