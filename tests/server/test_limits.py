@@ -127,9 +127,11 @@ TALK = {"messages": [{"role": "user", "content": "word " * 4000}], "max_tokens":
 
 @pytest.mark.parametrize("path, body", [("completions", {"prompt": TALES}), ("chat/completions", TALK)])
 def test_a_worker_answers_other_requests_while_it_tokenizes_long_texts(engine, monkeypatch, path, body):
-    answered = threading.Event()
+    begun, answered, loops_thread = threading.Event(), threading.Event(), threading.current_thread()
 
     def encode(tokenizer, text, add_special_tokens=True):
+        assert threading.current_thread() is not loops_thread, "other requests wait for it"
+        begun.set()
         assert answered.wait(TIMEOUT), "no other request was answered"
         return [5, 6]
 
@@ -138,7 +140,7 @@ def test_a_worker_answers_other_requests_while_it_tokenizes_long_texts(engine, m
         async with worker_here(engine) as (port, _), httpx.AsyncClient(timeout=TIMEOUT) as client:
             url = f"http://127.0.0.1:{port}"
             long = asyncio.create_task(client.post(f"{url}/v1/{path}", json=body | {"max_tokens": 1}))
-            await asyncio.sleep(0)
+            await async_wait_until(lambda: begun.is_set() or long.done())
             assert (await client.get(f"{url}/health")).status_code == 200
             answered.set()
             assert (await long).status_code == 200

@@ -14,6 +14,13 @@ FAULTS = (
         "tests/server/test_clients.py -k last_one",
     ),
     Fault(
+        "long texts are tokenized on the event loop",
+        "minillm/server/worker/app.py",
+        "await _run(in_thread, engine.tokenizer.encode, text, special)",
+        "await _run(False, engine.tokenizer.encode, text, special)",
+        "tests/server/test_limits.py -k tokenizes_long_texts",
+    ),
+    Fault(
         "an engine that stays in one step is left alone",
         "minillm/server/supervisor/supervisor.py",
         'case "beat" if message["working"] > self.hang_timeout:',
