@@ -6,7 +6,7 @@
 # capture; compare two measurements only if they differ in one thing; and name the steps from a model to a TensorRT
 # engine, and their counterparts here.
 #
-# **84 minutes, plus 9 optional. Needs:** lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one, nor
+# **89 minutes, plus 9 optional. Needs:** lessons 03, 04 and 10. This lesson is about GPUs, but you do not need one, nor
 # Triton: the times come from the project's H200 records.
 
 # %%
@@ -21,7 +21,7 @@ from minillm.course import NotSolvedYet, check, compare, describe, solved
 from minillm.course.lesson_11 import ablation
 from minillm.course.lesson_11.graph_sizes import padded_ms
 from minillm.course.shared import kernel_pictures as draw
-from minillm.course.shared.launches import five_launches, least_us, one_layer
+from minillm.course.shared.launches import PRODUCT, five_launches, least_us, one_layer
 from minillm.kernels import launch_configs
 from minillm.model.config import PRESETS
 from minillm.runner.cuda_graph import batch_sizes
@@ -34,22 +34,23 @@ gemma = PRESETS["gemma-2b"]
 # Lesson 03 fused an addition with a norm. There are three ways to run a whole layer of Gemma 2B in a decode step, and
 # this lesson compares them:
 #
-# | way | launches, 64 requests | launches, 1 request | today |
+# | launches of a layer | 64 requests | 1 request | 1 request, today |
 # |---|---|---|---|
 # | torch, line by line | 35 | 35 | 35 |
 # | a kernel per operation | 11 | 11 | 10 |
 # | five launches (section 5) | not possible | 5 | 5 |
 #
-# The first two columns count what ran when this lesson's records were measured, as do all figures below. Since then,
-# rotation and the cache write have been merged into one kernel, which saves a launch. The first two ways have the same
-# four matrix products, the same kernel that writes to the cache, and the same attention, which takes two launches: one
-# for parts of the keys, and one that combines them (lesson 04). In the fused step, the last program to finish its part
-# combines them.
+# "64 requests" and "1 request" count what ran when this lesson's records were measured, as do all figures below. Since
+# then, rotation and the cache write have been merged into one kernel, which saves a launch. The first two ways have the
+# same four matrix products, the same kernel that writes to the cache, and the same attention, which takes two launches:
+# one for parts of the keys, and one that combines them (lesson 04). In the third, attention takes one launch: the last
+# program to finish its part combines them all.
 #
 # A record is a file in the project's folder `data/results`: `h200/kernels` is `data/results/h200/kernels.json`, which
-# has the time of each of the engine's kernels on an H200. The figure draws each launch with the time it takes *at
-# best*: its bytes divided by the memory bandwidth that was measured on the H200, but never less than the shortest
-# kernel in that record. So this is an optimistic estimate, not a measurement.
+# has the times of eight of the engine's kernels on an H200. The figure draws each launch with the time it takes *at
+# best*: its bytes divided by the memory bandwidth that was measured on the H200, or the time of the shortest kernel in
+# that record if that is longer. This is an optimistic estimate. It is not a measurement, and not a strict limit either:
+# in section 2 you will see a kernel that takes 1.29 µs.
 
 # %%
 kernels = {
@@ -71,13 +72,14 @@ ways = {
 draw.timeline(ways, "One layer of Gemma 2B, 64 rows: estimated time at best")
 describe(
     "Two rows of launches in time. Four matrix products and attention take most of both. Line by"
-    " line, 29 short kernels run between them; with one kernel per operation only five remain."
+    " line, 29 short kernels run between them; with one kernel per operation only five remain. The"
+    " green bar in the first row is the engine's cache write, which both ways use."
 )
 
 # %% [markdown]
-# Fusion removes most of the short kernels between the matrix products, and their trips to memory. Ten operations
-# remain: four matrix products, attention with its two launches, and five small ones. This lesson asks three questions
-# about them. How fast is each one? How fast can the CPU *launch* them? And can there be even fewer?
+# Fusion removes most of the short kernels between the matrix products, and their trips to memory. Eleven launches
+# remain: four matrix products, two for attention, and five short ones. This lesson asks three questions about them. How
+# fast is each one? How fast can the CPU *launch* them? And can there be even fewer?
 #
 # ## 2 · Which tile? · 20 min
 #
@@ -112,7 +114,7 @@ describe(
 # One row needs small tiles (smaller ones than 256 were not measured): it takes many programs to fill the GPU. For 3,000
 # rows there is a plateau: many choices are within 2% of the best. Three regions are slow. Tiles that are too large for
 # their warps (lower left) need too many registers per thread. Tiles that are too small for them (upper right) leave
-# each thread little or nothing to do. And tiles of 256 columns, the top line, make 192,000 programs of 3,000 rows, each
+# each thread little or nothing to do. And tiles of 256 columns, the top row, make 192,000 programs of 3,000 rows, each
 # with too little work.
 #
 # How much does a measurement vary from run to run? Each cell of the table is the median of 20 runs:
@@ -130,16 +132,17 @@ print(
 )
 
 # %% [markdown]
-# A single run can take twice the median. And medians differ between processes: the last line is from the record
-# `h200/kernels`. So compare only what was measured side by side, and even then half a percent may be noise. A careful
-# tuner therefore has a **default** and a **margin**: it keeps the default unless something else is *clearly* faster.
+# A single run can take two or three times the median. And medians differ between processes: the last line is from the
+# record `h200/kernels`. So compare only what was measured side by side, and even then half a percent may be noise. A
+# careful tuner therefore has a **default** and a **margin**: it keeps the default unless something else is *clearly*
+# faster.
 #
 # $$\text{choice} = \begin{cases} b & \text{if } \operatorname{median}(b) < (1 - \text{margin}) \cdot
 # \operatorname{median}(\text{default}) \\ \text{default} & \text{otherwise} \end{cases} \qquad
 # b = \text{the launch with the smallest median}$$
 #
-# **Exercise 1 (6 minutes).** For example, runs of `[8.0, 8.1, 8.0]` for `(512, 4)` and of `[10.0, 10.0, 10.1]` for the
-# default `(1024, 4)` give `(512, 4)`.
+# **Exercise 1 (6 minutes).** For example, runs of `[8.0, 8.1, 8.0]` for `(2048, 4)` and of `[10.0, 10.0, 10.1]` for the
+# default `(1024, 4)` give `(2048, 4)`.
 
 
 # %% tags=["exercise"]
@@ -233,9 +236,9 @@ for each in build["results"]:
 
 # %% [markdown]
 # Next to nothing. The only launch that it changed makes prefill attention 5% faster, which is a small part of these
-# runs; nothing else passed those tests. Only three problems were tuned in this record, and the matrix products of the
-# single-request step were not among them: the record does not show that nothing is left to gain there. On another GPU,
-# or for a model with other sizes, a plan may gain more.
+# runs; nothing else passed those tests. Only three problems were tuned in this record. The matrix products of the
+# single-request step were not among them, so this record cannot tell whether they could gain. On another GPU, or for a
+# model with other sizes, a plan may gain more.
 #
 # ## 3 · Who launches the kernels? · 18 min
 #
@@ -246,9 +249,15 @@ for each in build["results"]:
 # A **CUDA graph** is a recording. To **capture** it, launch the step once while CUDA records every launch with all its
 # arguments, without running it. From then on, a single call *replays* all of them.
 #
-# **Predict first.** With decode steps in CUDA graphs and one kernel per operation, the engine serves one request of
-# Gemma 2B (128 prompt tokens, 256 output tokens) on an H200 at the speed below. How fast is it with the same kernels,
-# launched one by one?
+# Lesson 04 measured one request of Gemma 2B on an H200 (128 prompt tokens, 256 output tokens) with and without CUDA
+# graphs. With decode steps in graphs, a token took less than a quarter of the time, although the kernels were the same,
+# one per operation.
+#
+# **Predict first.** Without graphs, how long does the CPU take per launch, on average? Count everything that it does
+# for a step: Python, torch, the driver, scheduling and sampling.
+
+# %% tags=["exercise"]
+guess_launch_us = 5.0  # PREDICT: microseconds of the CPU per launch
 
 # %%
 settings = ablation.read("h200/ablation")
@@ -257,26 +266,18 @@ tokens_per_s = {
     for row in settings["results"]
 }
 with_graphs = tokens_per_s["fusion", "a kernel per operation", 1]
-print(f"one request, decode steps in graphs: {with_graphs:.0f} tokens/s")
-
-# %% tags=["exercise"]
-guess_without_graphs = 300.0  # PREDICT: tokens/s of one request without CUDA graphs
-
-# %%
 without = tokens_per_s["CUDA graphs", "off", 1]
-compare("without graphs", unit="tokens/s", prediction=guess_without_graphs, measured=without)
 launches = gemma.num_layers * len(one_layer(gemma, 1, 256, fused=True))
 launch_us = 1e6 / without / launches
-print(f"graphs make it {with_graphs / without:.1f} times as fast")
-print(
-    f"without: {1e3 / without:.1f} ms per step, or {launch_us:.0f} µs for each of {launches} launches"
-)
+compare("per launch", unit="µs", prediction=guess_launch_us, measured=launch_us)
+print(f"without graphs: {1e3 / without:.1f} ms per token, {launches} launches")
+print(f"with graphs:    {1e3 / with_graphs:.1f} ms, {with_graphs / without:.1f} times as fast")
 
 # %% [markdown]
-# (`launches` counts the layers only. The time per launch is the whole step, scheduling and sampling included, divided
-# by that number.)
+# (`launches` counts the layers only. The time per launch is that of the whole step, divided by this number.) CUDA
+# itself takes only a few microseconds for a launch. Most of the rest is Python and torch.
 #
-# You can compute what the GPU does. Kernel $i$ starts when it has been launched *and* the kernel before it has ended:
+# You can model what the GPU does. Kernel $i$ starts when it has been launched *and* the kernel before it has ended:
 #
 # $$\text{start}_i = \max(\text{launched}_i, \text{end}_{i-1}), \qquad \text{end}_i = \text{start}_i + \text{length}_i$$
 #
@@ -306,7 +307,7 @@ check(queued)
 
 # %% [markdown]
 # Now a decode step's 18 layers for one request, with each kernel's time at best from section 1. Launched one by one,
-# each kernel costs the CPU the average from above; a graph costs that once. This is a **model**, not a trace: every
+# each kernel costs the CPU the average from above; a graph costs it only once. This is a **model**, not a trace: every
 # launch takes the same time. The figure shows the first layer.
 
 # %%
@@ -335,7 +336,8 @@ describe(
     "Lanes in time for the CPU and the GPU, one by one and as a graph. One by one, the CPU is busy"
     " throughout; as a graph, it is busy once. "
     + (
-        "One by one, the GPU waits before every kernel; as a graph, they follow without gaps."
+        "One by one, the GPU waits before every kernel; as a graph, they follow without gaps"
+        " (two shades, only to tell neighbors apart)."
         if solved(queued)
         else "The GPU's lanes are empty: `queued` is not solved yet."
     )
@@ -367,15 +369,21 @@ describe(
 # request of the step waits.
 #
 # A captured graph knows nothing about functions that you plug in later. So while an operation of yours is in use, the
-# engine launches kernel by kernel, unless you promise with `using(capturable=True, ...)` that yours may be captured:
-# that it launches the same kernels for the same shapes, never reads a value back to the CPU, and leaves the padding of
-# a batch alone (rows of length 0, slot -1). Even then, only decode steps are captured. On a GPU, try it with your
-# kernels from lesson 03.
+# engine launches kernel by kernel.
+#
+# <details><summary>How to have your own operation captured, on a GPU</summary>
+#
+# Replace it with `using(capturable=True, ...)`. With that you promise three things. Your function launches the same
+# kernels for the same shapes. It never reads a value back to the CPU. And it can cope with padding, the unused rows of
+# a batch: their length is 0, and the slot of their token in the cache is -1, which means that nothing may be written.
+# Even then, only decode steps are captured. Try it with your kernels from lesson 03.
+#
+# </details>
 #
 # ## 4 · Which sizes to capture? · 13 min
 #
-# Every graph takes time to capture, and memory. Too few graphs mean much padding. The engine's list of sizes is dense
-# where batches are small:
+# Every graph takes time to capture, and memory. Too few graphs mean a lot of padding. The engine's list of sizes is
+# dense where batches are small:
 
 # %%
 # ENGINE: minillm.runner.cuda_graph:batch_sizes
@@ -409,7 +417,8 @@ print(f"{sum(counts.values())} steps, {len(counts)} different batch sizes")
 # $$\min_{S,\ |S| \le \text{most}} \; \sum_n \text{counts}_n \cdot \text{ms}\big(\min\{s \in S : s \ge n\}\big)$$
 #
 # **Exercise 3 (8 minutes).** The largest size must always be in the set, so that every batch fits. There are few sizes,
-# so you can try all sets (`itertools.combinations`). `padded_ms(sizes, counts, ms)` computes the sum above.
+# so you can try all sets (`itertools.combinations`). `padded_ms(sizes, counts, ms)` computes the sum above. If several
+# sets are equally fast, return any of them.
 #
 # For example, 10 steps of one row, 1 of three and 1 of eight, steps of 1.0, 1.1, 1.2 and 2.0 ms for 1, 2, 4 and 8 rows,
 # and at most two graphs: capture `[1, 8]`.
@@ -439,18 +448,24 @@ check(choose_sizes)
 engines = [size for size in batch_sizes(256) if size in step_ms]
 everything = len(engines), padded_ms(engines, counts, step_ms)
 print(f"the engine's {len(engines)} sizes: {everything[1]:.0f} ms")
+alone = padded_ms([256], counts, step_ms)
+print(f"the largest size alone: {alone:.0f} ms")
 totals = {}
 for most in range(1, len(step_ms) + 1) if solved(choose_sizes) else ():
     sizes = choose_sizes(counts, step_ms, most)
     totals[most] = padded_ms(sizes, counts, step_ms)
     if most <= 4:
         print(f"yours, at most {most}: {totals[most]:.0f} ms with {sizes}")
-draw.graph_sizes(totals, everything, "your sets")
+draw.graph_sizes(totals, everything, alone, "your sets")
 describe(
-    "Milliseconds of all steps by the number of captured sizes, on an axis that does not begin at 0."
-    " A square shows the engine's own list. Once `choose_sizes` is written, a curve shows the best"
-    " sets: it falls steeply at first and is almost flat from five sizes on, at the level of the"
-    " engine's list."
+    "Milliseconds of all steps by the number of captured sizes, on an axis that does not begin at 0:"
+    " a dashed line for the largest size alone, a square for the engine's own list. "
+    + (
+        "The curve of your sets falls steeply at first and is almost flat from five sizes on, at the"
+        " level of the engine's list."
+        if totals
+        else "There is no curve for your sets: `choose_sizes` is not solved yet."
+    )
 )
 
 # %% [markdown]
@@ -460,13 +475,15 @@ describe(
 # same memory for their intermediate results, because only one of them runs at a time. So each further graph is cheap
 # here: the engine reserves 1 MiB for it.
 #
-# ## 5 · Five launches per layer · 8 min
+# ## 5 · Five launches per layer · 10 min
 #
 # In a graph, launches cost the CPU almost nothing. They still cost the GPU: at the end of each kernel its last programs
-# finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request, every
-# kernel is short, so this matters most. The engine has a special path for this case. The four matrix products of a
-# layer read all the weights for a single vector. The norms, the residual sum and GeGLU are so little work that they fit
-# *into* the products; rotation and cache write fit into attention:
+# finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request every
+# kernel is short, so these gaps matter most. The engine has a special path for this case, the **fused step**. The four
+# matrix products of a layer read all the weights for a single vector. So the fused step does not call torch's products:
+# it has kernels of its own, made for a single vector, which read the weights faster (you will see below what torch's
+# take). And the norms, the residual sum and GeGLU are so little work that they fit *into* these products; rotation and
+# cache write fit into attention:
 #
 # 1. residual sum (except in the first layer), norm, QKV projection;
 # 2. rotation, cache write, attention;
@@ -484,13 +501,13 @@ draw.timeline(ways, "One layer of Gemma 2B, one row: estimated time at best")
 describe(
     "Three rows of launches in time, for one request. Torch's many short kernels make its row the"
     " longest; with one kernel per operation it is shorter, and with five launches nearly all of"
-    " it is matrix products."
+    " it is matrix products. The green bar in the first row is the engine's cache write."
 )
 
 # %% [markdown]
-# 18 layers and the output head make a step, and a step makes a token. So the times at best give each way an upper bound
-# in tokens per second. How close does the engine come to it? The measured speeds below are with decode steps in CUDA
-# graphs; they include the prompt, which runs without one.
+# 18 layers and the output head make a step, and a step makes a token. So the times at best give an estimate of the most
+# tokens per second that each way can reach: its *bound*. How close does the engine come to it? The measured speeds
+# below are with decode steps in CUDA graphs; they include the prompt, which runs without one.
 
 # %%
 head_us = 1e6 * 2 * gemma.vocab_size * gemma.hidden_size / bytes_per_s
@@ -523,11 +540,11 @@ for name in names:
 
 # %% [markdown]
 # Plain torch reaches about the same share of its own bound as one kernel per operation, although it is by far the
-# slowest of the three. (The difference hangs on the time of the shortest kernel: with 0.2 µs less, it is reversed.)
-# Why? Look at the first column. All three ways move nearly the same bytes. They differ in the number of short kernels,
-# and a bound charges each of those the time of the shortest kernel. So half of the time that plain torch wastes is in
-# its bound already, and counts as if it were necessary. A share of a way's own bound says how well the way does *what
-# it set out to do*, not whether that was worth doing.
+# slowest of the three. (The difference depends on the assumed shortest kernel: make it 0.2 µs shorter, and the order
+# flips.) Why? Look at the first column. All three ways move nearly the same bytes. They differ in the number of short
+# kernels, and a bound charges each of those the time of the shortest kernel. So of the 78 µs that plain torch takes
+# beyond the bound of five launches, 42 are in its own bound already, and count as if they were necessary. A share of a
+# way's own bound says how well the way does *what it set out to do*, not whether that was worth doing.
 #
 # Two questions need two numbers. How good are these kernels? Divide by their own bound. How good is this step? Divide
 # by the same bound for all, the highest one:
@@ -535,16 +552,37 @@ for name in names:
 # %%
 for name in names:
     print(f"{name:<23} {rates[name] / most[fused]:.0%} of the bound of five launches")
-attention_us = 1e3 * kernels["decode_attention", 1]["ms"]
-print(f"attention for one row: {attention_us:.1f} µs, at best {2 * shortest_us:.1f} µs")
 
 # %% [markdown]
-# Now the order is that of the speeds. And what is in the column "lost"? Small kernels that take longer than the
-# shortest one (the last line shows attention with 384 keys, from `h200/kernels`), gaps between kernels, the prompt, and
-# sampling. The fewer kernels, the less is lost. Section 8, which is optional, shows how the fused step hides the gaps
-# that remain.
+# Now the ranking matches the measured speeds. And what is in the column "lost"? Other records have the times of single
+# kernels, for one row:
+
+# %%
+torchs_us = {  # torch's matrix products
+    each["matrix"]: 1e3 * each["bf16_ms"]
+    for each in records.read("h200/quantized-kernels")["results"]
+    if each.get("rows") == 1
+}
+torchs_head_us = torchs_us.pop("head")
+products_us = sum(us for kind, _, us in ways["five\nlaunches"] if kind == PRODUCT)
+attention_us = 1e3 * kernels["decode_attention", 1]["ms"]
+print(
+    f"torch's four products of a layer: {sum(torchs_us.values()):5.1f} µs, at best {products_us:5.1f}"
+)
+print(f"torch's product of the head:      {torchs_head_us:5.1f} µs, at best {head_us:5.1f}")
+print(
+    f"attention over 384 keys:          {attention_us:5.1f} µs, at best {2 * shortest_us:5.1f}"
+)
+
+# %% [markdown]
+# With a kernel per operation, most of the loss is in the matrix products. For one row, torch's do not reach the full
+# bandwidth: they account for about 16 of the 28 µs that a layer loses. Attention accounts for about 3, the output head
+# for 1.5 (it runs once per token, so its 26 µs are spread over 18 layers), and the five short kernels for less than 1.
+# The rest is gaps between kernels, the prompt, and sampling. (These kernels were timed one at a time and at other
+# commits, so the shares are approximate.) The fused step has other products, and loses less than half as much. Section
+# 8, which is optional, shows how it also hides the gaps between its launches.
 #
-# ## 6 · Like for like · 10 min
+# ## 6 · Like for like · 12 min
 #
 # The record's "CUDA graphs" group says 120 tokens/s without graphs and 706 with them. It would be wrong to report
 # "graphs make decoding 5.9 times as fast": with graphs, the engine *also* runs the fused step of section 5, which
@@ -611,8 +649,15 @@ print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
 # %% [markdown]
 # Follow a path of fair pairs from `off` to `on`: the factors multiply to the unfair one. On the shortest path, graphs
 # for decode steps give by far the largest factor, and the five launches the second largest. The last one, of prompts in
-# graphs, is no larger than the difference between two runs of one setting. For 256 requests the picture changes,
-# because a step has more work per launch:
+# graphs, is no larger than the difference between two runs of one setting.
+#
+# But does 1.30 tell what fewer launches gain? No: `layer` is one entry in our table, but going from 11 launches to 5
+# changes three things at once. There are fewer launches, other kernels compute the matrix products, and each kernel
+# starts early (section 8). Fewer launches alone cannot explain the factor, because torch's four products (67.8 µs) take
+# longer than the whole layer does in five launches (65.9 µs, section 5). A comparison is only as fair as its table of
+# facts is complete.
+#
+# For 256 requests the picture changes, because a step has more work per launch:
 
 # %%
 plots.ablation(settings, groups=["CUDA graphs", "fusion"])
@@ -627,7 +672,7 @@ describe(
 # setting as "five launches per layer". Five launches exist for one request only: with more rows, a matrix product uses
 # each weight several times, and needs tiles for that.)
 #
-# ## 7 · From a model to a TensorRT engine · 8 min
+# ## 7 · From a model to a TensorRT engine · 9 min
 #
 # TensorRT is NVIDIA's compiler for neural networks. It turns a network into an *engine* for one GPU, in steps that you
 # can now name:
@@ -638,10 +683,10 @@ describe(
 #    read the same input (horizontally). *Here:* by hand. Fused kernels are vertical fusion; Q, K and V in one matrix,
 #    and gate and up in one, are horizontal fusion. Gemma's `1 + weight` is folded when the weights are loaded.
 # 3. **Take the network's precisions.** Since version 11, a network is always *strongly typed*: it states the type of
-#    every tensor, so precision is decided before the build, usually by a tool that edits the ONNX file. (Until version
-#    10, the builder could lower it by itself wherever that was faster.) The builder still inserts *reformatting* where
-#    a layer needs another memory layout than the one before it. *Here:* a recipe says which weights are quantized
-#    (`minillm/quantization/recipe.py`). No reformatting, since all kernels agree on a layout.
+#    every tensor, so precision is decided before the build, usually by a tool that edits the ONNX file. (Through
+#    version 10, the builder could also choose a lower precision wherever that was faster.) The builder still inserts
+#    *reformatting* where a layer needs another memory layout than the one before it. *Here:* a recipe says which
+#    weights are quantized (`minillm/quantization/recipe.py`). No reformatting, since all kernels agree on a layout.
 # 4. **Time tactics:** measure several kernels for each layer on the target GPU, and keep the fastest. A *timing cache*
 #    saves measuring the same layer twice. *Here:* `minillm build` measures launch configurations of its own kernels,
 #    each problem once. Large matrix products are left to the library's own choice.
@@ -656,7 +701,7 @@ describe(
 #
 # Do not expect this in **TensorRT-LLM**, NVIDIA's engine for language models. It used to build such engines, but
 # removed that path in 2026: its models are PyTorch code that runs as it is, with hand-written kernels and CUDA graphs,
-# and no build step. In that it is like the engine of this course.
+# and no build step. In that respect it resembles this course's engine.
 #
 # PyTorch has a compiler of its own, **`torch.compile`**. It records the operations that a Python function calls, fuses
 # small ones into Triton kernels that it generates, and can replay the result as a CUDA graph. Where it cannot record,
@@ -667,7 +712,13 @@ describe(
 # also works for networks that the compiler's authors have never seen. The second can use fusions that no pattern
 # covers, such as the five launches of section 5.
 #
-# You can compute what memory planning saves. Most tensors of a step are used only once:
+# You can compute what memory planning (step 5) saves. Most tensors of a step are used only once, by the next operation.
+# At any moment, the engine needs three: an operation's input, its output, and the residual.
+#
+# **Predict first.** How many times as much memory would a step of Gemma 2B need if each of its tensors had its own?
+
+# %% tags=["exercise"]
+guess_unplanned = 9.0  # PREDICT: times as much memory if each tensor of a step had its own
 
 # %%
 ROWS = 3000
@@ -687,6 +738,10 @@ made = {  # numbers per row that each operation of a layer writes
 every = 2 * ROWS * gemma.num_layers * sum(made.values())
 pairs = zip(made.values(), [*made.values()][1:])
 alive = 2 * ROWS * max(before + after + hidden for before, after in pairs)
+times = every / alive
+compare(
+    "without planning", unit="times", prediction=guess_unplanned, measured=times, by="computed"
+)
 print(f"memory if every tensor of a step of {ROWS:,} rows had its own: {every / 1e9:5.2f} GB")
 print(f"for an operation's input, its output and the residual, at most: {alive / 1e9:5.2f} GB")
 
@@ -697,15 +752,17 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 # them. A kernel may start while the one before it still runs. It loads its first *weights*, which depend on no other
 # kernel, and only then waits for the vector that the previous kernel is computing. In our kernels, one call does both:
 # it waits, then lets the next kernel start. (So when a kernel starts, are the ones before the previous kernel complete?
-# Yes: the previous kernel has waited for them before it let this one start.)
+# Yes: the previous kernel waited for them before it let this one start.)
 
 # %%
 # ENGINE: minillm.kernels.single_row_parts:wait_for_inputs
 
 # %% [markdown]
-# Below is the kernel of launches 1, 3 and 4, and of the output head. You know its tiles, masks, addition, norm and gate
-# from lesson 03. The matrix product is `tl.sum(weight * x)`: with one vector, no number of the matrix is used twice, so
-# there is nothing for `tl.dot` to reuse. Three things are new:
+# Below is the kernel of launches 1, 3 and 4, and of the output head. (Launch 2 is attention. In launch 5, the rows of
+# the matrix have 16,384 numbers, too many for one program to hold a whole row, so its kernel takes them piece by
+# piece.) You know its tiles, masks, addition, norm and gate from lesson 03. The matrix product is `tl.sum(weight * x)`:
+# with one vector, no number of the matrix is used twice, so there is nothing for `tl.dot` to reuse. Three things are
+# new:
 #
 # * **Persistent programs.** There may be fewer programs than tiles. Each takes every `programs`-th tile, beginning
 #   with tile `program` (`tl.range(program * TILE, ROWS, programs * TILE)`), so a program loads and norms `x` only once.
@@ -724,7 +781,8 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 # * Choose launches by measuring: medians, a default, and a margin. Then check whether the whole step gains.
 # * A graph has fixed addresses and sizes. Padding to a captured size is cheap where reading the weights dominates.
 # * A share of a way's own bound tells how well its kernels run. To compare ways, divide by one bound for all.
-# * Compare only settings that differ in one thing. Graphs for decode steps and the fused step are two effects.
+# * Compare only settings that differ in one thing. Graphs for decode steps are one thing; the fused step is another,
+#   and bundles fewer launches, faster matrix products and an early start.
 #
 # **What got worse:** a tuned choice holds for one GPU and one version. Graphs take time and memory to capture, need
 # padded batches, and make it hard to look inside a step. The fused step works for exactly one row, and for weights that
@@ -737,5 +795,5 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 #
 # **Next:** you have now seen every layer of the engine, and written a part of nearly all of them: tokens, attention and
 # its cache, kernels, quantized weights, blocks, scheduling. So far, none of your parts has had a user. The last lesson,
-# 99, puts what you wrote behind a server and measures what users wait for under load. The numbers between are free for
-# what this course leaves out (`docs/left_out.md`).
+# 99, puts what you wrote behind a server and measures what users wait for under load. The lesson numbers in between are
+# reserved for further topics. `docs/left_out.md` lists what the course leaves out.

@@ -232,6 +232,10 @@ def sorts_the_runs(runs, default, margin):
     return chosen({launch: statistics.median(each) for launch, each in runs.items()}, default, margin)
 
 
+def smallest_launch(runs, default, margin):
+    return min(runs, key=statistics.median)
+
+
 def times_of(launched_us, kernel_us):
     end, times = 0.0, []
     for launched, length in zip(launched_us, kernel_us, strict=True):
@@ -274,6 +278,11 @@ def never_the_largest_alone(counts, ms, most):
 
 def two_sizes_at_least(counts, ms, most):
     return sizes_of(counts, ms, max(most, 2), 1)
+
+
+def any_sizes(counts, ms, most):
+    sets = (each for count in range(1, most + 1) for each in combinations(sorted(ms), count))
+    return [*min(sets, key=lambda sizes: padded_ms(sizes, counts, ms))]
 
 
 def the_smallest_and_the_largest(counts, ms, most):
@@ -343,6 +352,7 @@ CASES = [
     ),
     ("choose_launch", launch_by_the_median_high, ["the median of [8.0, 9.0, 10.2, 11.0] is 9.6", EVEN]),
     ("choose_sizes", never_the_largest_alone, ["it raised ValueError: ", f"cell)\n{ALONE}"]),
+    ("choose_sizes", any_sizes, ["ValueError: no captured size fits 3 rows: is the largest in the set?"]),
     ("choose_sizes", two_sizes_at_least, [f"most 1: expected [4], got [2, 4]; {ALONE}"]),
     ("hadamard", doubles_one_channel, ["1 channel: a token"]),
     ("attend_codes", everything_seen, ["hidden [["]),
@@ -374,6 +384,7 @@ FIRST = [
     ("attend_codes", computed_in_float32, "the result has the dtype of q, and its precision", None),
     ("choose_launch", takes_the_default_out, "the example", "do not change `runs`"),
     ("choose_launch", sorts_the_runs, "the example", "`runs` has changed: sort a copy, sorted(...)"),
+    ("choose_launch", smallest_launch, "the example", None),
     ("queued", times_as_tuple, "the example", "expected a list of (start, end), got a tuple"),
     ("queued", takes_kernels_out, "the example", "launched_us or kernel_us has changed: work on a copy"),
     ("choose_sizes", sizes_as_set, "the example", "expected a list of sizes, got a set"),

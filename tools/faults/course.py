@@ -110,6 +110,20 @@ FAULTS = (
         "tests/course/test_messages.py -k first_failure_is",
     ),
     Fault(
+        "sizes of graphs sorted as text pass for sorted sizes",
+        "minillm/course/lesson_11/checks.py",
+        "assert found == [8, 32, 128],",
+        "assert set(found) == {8, 32, 128},",
+        "tests/course/test_checkers.py -k choose_sizes",
+    ),
+    Fault(
+        "comparisons of equal settings with a third may be left out",
+        "minillm/course/lesson_11/checks.py",
+        '    _expect_pairs(function, twice, [("a", "b", "y"), ("b", "c", "y")])\n',
+        "",
+        "tests/course/test_checkers.py -k fair_pairs",
+    ),
+    Fault(
         "the stub of a method names only its class",
         LESSON,
         'return ".".join(names)',

@@ -29,8 +29,8 @@ def _expect(function, runs: dict, default, expected, message: str, margin: float
 
 @choose_launch.example
 def _(function):
-    runs = {(512, 4): [8.0, 8.1, 8.0], (1024, 4): [10.0, 10.0, 10.1]}
-    _expect(function, runs, (1024, 4), (512, 4), "8.0 against the default's 10.0")
+    runs = {(2048, 4): [8.0, 8.1, 8.0], (1024, 4): [10.0, 10.0, 10.1]}
+    _expect(function, runs, (1024, 4), (2048, 4), "8.0 against the default's 10.0")
 
 
 @choose_launch.property(
@@ -244,6 +244,8 @@ def _(function):
         raise Explained(f"most 1: expected [4], got {found}; {alone}")
     found = _sizes(function, counts, ms, 3)
     assert found == [1, 2, 4], f"most 3: expected [1, 2, 4], got {found}"
+    found = _sizes(function, {8: 9, 32: 9, 128: 9}, {8: 1.0, 32: 2.0, 128: 3.0}, 3)
+    assert found == [8, 32, 128], f"most 3: expected [8, 32, 128], got {found}"
 
 
 @choose_sizes.property("every batch fits", "the largest size of ms is always captured, even if no step needed it yet")
@@ -335,11 +337,16 @@ def _(function):
     _expect_pairs(function, alike, [(one, other, "y") for one, other in combinations(alike, 2)])
 
 
-@fair_pairs.property("equal settings are no comparison", "exactly one fact differs, not at most one")
+@fair_pairs.property(
+    "equal settings are no comparison",
+    "exactly one fact differs, not at most one; equal settings are each compared with the others",
+)
 def _(function):
     equal = {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}}
     _expect_pairs(function, equal, [])
     assert_list(function(equal), "(setting, later setting, fact)")
+    twice = {"a": {"x": 1, "y": 1}, "b": {"x": 1, "y": 2}, "c": {"x": 1, "y": 1}}
+    _expect_pairs(function, twice, [("a", "b", "y"), ("b", "c", "y")])
 
 
 @fair_pairs.property("every fact counts", "compare all facts, and give the name of the one that differs")

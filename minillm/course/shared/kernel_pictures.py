@@ -132,17 +132,19 @@ def tuning(
         axis.set(xlabel="warps", ylabel="columns of a tile", title=f"{title}: {unit}\nred: within {margin:.0%} of best")
 
 
-def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], label: str) -> None:
-    """Milliseconds of a workload's steps by the number of captured sizes. engines: (sizes, milliseconds).
+def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], alone: float, label: str) -> None:
+    """Milliseconds of a workload's steps by the number of captured sizes.
 
-    The vertical axis shows the range of the values, which is a small part of them.
+    totals: may be empty; engines: (sizes, milliseconds); alone: milliseconds with the largest size only. The vertical
+    axis shows the range of the values, which is a small part of them.
     """
     _, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    axis.axhline(alone, color="silver", linestyle="--", label="the largest size alone")
     if totals:
         axis.plot(list(totals), list(totals.values()), "o-", color=COLORS[0], label=label)
     axis.plot(*engines, "s", color=COLORS[1], markersize=8, label="the engine's list of sizes")
-    low, high = (of([*totals.values(), engines[1]]) for of in (min, max))
-    margin = 0.1 * max(high - low, 0.1 * low)
+    low, high = (of([*totals.values(), engines[1], alone]) for of in (min, max))
+    margin = 0.1 * (high - low)
     axis.set(xlabel="captured batch sizes", xlim=(0, engines[0] + 1), ylim=(low - margin, high + margin))
     axis.set(ylabel="ms of all steps (not from 0)")
     axis.legend(fontsize=9)
@@ -150,10 +152,14 @@ def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], label: 
 
 
 def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """When each row works. rows: label -> (begin, length) in microseconds."""
+    """When each row works. rows: label -> (begin, length) in microseconds.
+
+    Neighbors on the GPU differ in shade: an edge around each would look like a gap, and hide the shortest kernels.
+    """
     _, axis = plt.subplots(figsize=(11, 0.45 * len(rows) + 1.0), layout="constrained")
     for place, (label, spans) in enumerate(rows.items()):
-        axis.broken_barh(spans, (place - 0.35, 0.7), color=COLORS[0 if "CPU" in label else 1], edgecolor="white")
+        shades = COLORS[:1] if "CPU" in label else (COLORS[1], MORE_COLORS[1])
+        axis.broken_barh(spans, (place - 0.35, 0.7), facecolors=shades, linewidth=0)
     axis.set_yticks(range(len(rows)), rows)
     axis.set(xlabel="microseconds", xlim=(0, None), ylim=(len(rows) - 0.5, -0.5), title=title)
     axis.spines[["top", "right"]].set_visible(False)

@@ -338,6 +338,11 @@ def in_the_order_of_ms(counts, ms, most):
     return [size for size in ms if size in best and size != max(ms)] + [max(ms)]
 
 
+@wrong("choose_sizes", fails="at most `most` sizes, in order")
+def sorted_as_text(counts, ms, most):
+    return sorted(min(_sets(ms, most), key=lambda sizes: padded_ms(sizes, counts, ms)), key=str)
+
+
 @wrong("choose_sizes", fails="every batch fits")
 def only_what_was_seen(counts, ms, most):
     largest = min(size for size in ms if size >= max(counts))
@@ -451,6 +456,16 @@ def first_four_settings(settings):
 def a_set_for_no_pairs(settings):
     found = [(a, b, _differing(settings[a], settings[b])) for a, b in combinations(settings, 2)]
     return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1] or set()
+
+
+@wrong("fair_pairs", fails="equal settings are no comparison")
+def equal_settings_once(settings):
+    once = {}
+    for name, facts in settings.items():
+        if facts not in once.values():
+            once[name] = facts
+    found = [(a, b, _differing(once[a], once[b])) for a, b in combinations(once, 2)]
+    return [(a, b, facts[0]) for a, b, facts in found if len(facts) == 1]
 
 
 @wrong("fair_pairs", fails="equal settings are no comparison")
