@@ -87,4 +87,4 @@ def test_the_options_of_the_public_classes_are_the_fields_of_the_engine_config()
         allowed = {*get_args(options[name]), options[name]}
         assert {*get_args(kind), kind} & allowed, f"{name}: {kind}, but {options[name]}"
     paths = {name for name, kind in options.items() if PathLike[str] in get_args(kind)}
-    assert paths == {"plan", "trace"}
+    assert paths == {"plan", "trace", "speculate", "speculate_head"}
