@@ -11,7 +11,7 @@ import torch
 from minillm.course.lesson_11.graph_sizes import padded_ms
 from minillm.course.shared import checks
 from minillm.quantization.methods import hadamard
-from tests.course.mutants import lesson_06, lesson_06_gptq
+from tests.course.mutants import lesson_06, lesson_06_gptq, lesson_99, lesson_99_attention
 
 checks.every()
 
@@ -313,6 +313,31 @@ def takes_settings_out(settings):
     return found
 
 
+def two_results(due, arrivals):
+    return arrivals[0][0] - due, lesson_99.all_gaps(arrivals)
+
+
+def results_by_name(due, arrivals):
+    names = ("ttft", "gaps", "e2e")
+    return dict(zip(names, (*two_results(due, arrivals), arrivals[-1][0] - due), strict=True))
+
+
+def rounded_results(due, arrivals):
+    ttft, gaps = two_results(due, arrivals)
+    return round(ttft, 3), gaps, round(arrivals[-1][0] - due, 3)
+
+
+def always_kv_head_0(q, k, v, lengths, scale):
+    k, v = (part[:, :, :1].expand(-1, -1, q.shape[1], -1) for part in (k, v))
+    return lesson_99_attention.attend(q, k, v, lesson_99_attention.beyond(k, lengths), scale)
+
+
+def attention_in_bfloat16(q, k, v, lengths, scale):
+    k, v = lesson_99_attention.repeated(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    unseen = lesson_99_attention.beyond(k, lengths)
+    return lesson_99_attention.attend(q.bfloat16(), k, v, unseen, scale).to(q.dtype)
+
+
 EVEN = "for an even count, the average of the middle two"
 ALONE = "with most = 1, the only set is [largest]"
 CASES = [
@@ -358,6 +383,10 @@ CASES = [
     ("attend_codes", everything_seen, ["hidden [["]),
     ("attend_codes", codes_in_float32, ["double != float", "of its cell)", "\nconvert codes to q.dtype"]),
     ("attend_codes", values_dequantized, ["values with scales of", "nor v_codes * v_scales[:, None]"]),
+    ("timings", rounded_results, ["got 0.5 and 1.062", "and do not round"]),
+    ("pooled_percentile", lesson_99.rounds_to_microseconds, ["neither is 0.123457", "round, or convert"]),
+    ("pooled_percentile", lesson_99.counts_equal_gaps_once, ["equal ones and zeros too"]),
+    ("batched_attention", lesson_99_attention.lengths_in_the_order_of_heads, ["lengths.repeat_interleave(heads)"]),
     ("pareto_front", front_with_a_tolerance, ["got ['a', 'b', 'c']", "exactly", "a tolerance"]),
 ]
 
@@ -374,6 +403,7 @@ def test_what_was_expected_and_what_came_never_look_the_same():
     assert wanted.split(";")[0].rstrip(",") != got.split(";")[0]
 
 
+THREE = "return three things, in this order: TTFT, gaps, end-to-end; got"
 STOPS = "it stops at the end token and leaves it out"
 AGAIN = "with end=8, [4, 5, 6, 7] was given to the model 8 times: the end token ends the loop"
 FIRST = [
@@ -392,6 +422,10 @@ FIRST = [
     ("choose_sizes", takes_sizes_out, "the example", "counts or ms has changed: work on a copy"),
     ("fair_pairs", pairs_as_set, "the example", "expected a list of (setting, later setting, fact), got a set"),
     ("fair_pairs", takes_settings_out, "the example", "settings has changed: work on a copy"),
+    ("timings", two_results, "the example", f"{THREE} 2 of them"),
+    ("timings", results_by_name, "the example", f"{THREE} a dict"),
+    ("batched_attention", always_kv_head_0, "a full row is plain attention", None),
+    ("batched_attention", attention_in_bfloat16, "a full row is plain attention", None),
     ("pareto_front", front, "the example", "expected a list of names, got a generator"),
     ("pareto_front", front_set, "the example", "expected a list of names, got a set"),
     ("pareto_front", front_that_takes_away, "the example", "points has changed: work on a copy"),

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..shared.checks import Exercise, assert_list
+from ..shared.checks import Exercise, Explained, a_type, assert_list
 from ..shared.differences import assert_near, difference
 
 LIMIT = 10.0  # seconds for one property; a solution needs milliseconds
@@ -32,25 +32,37 @@ def _makes_its_own_list(found, call) -> None:
 timings = Exercise("timings", seconds=LIMIT)
 
 
+def _three(found):
+    """What `timings` returned. Raises Explained unless it is a tuple or a list of three."""
+    if found is None:  # a missing `return`, of which `Exercise` tells
+        raise AssertionError
+    if not isinstance(found, tuple | list) or len(found) != 3:
+        got = f"{len(found)} of them" if isinstance(found, tuple | list) else a_type(found)
+        raise Explained(f"return three things, in this order: TTFT, gaps, end-to-end; got {got}")
+    return found
+
+
 def _gaps(function, arrivals) -> list[float]:
-    return list(function(0.0, arrivals)[1])
+    return list(_three(function(0.0, arrivals))[1])
 
 
 @timings.example
 def _(function):
-    ttft, gaps, e2e = function(0.0, [(0.5, 1), (0.75, 1)])
+    ttft, gaps, e2e = _three(function(0.0, [(0.5, 1), (0.75, 1)]))
     assert _near([ttft, *gaps, e2e], [0.5, 0.25, 0.75]), f"expected (0.5, [0.25], 0.75), got {(ttft, gaps, e2e)}"
 
 
-@timings.property("the wait starts when the request was due", "subtract `due` from both, TTFT and end-to-end")
+@timings.property(
+    "the wait starts when the request was due", "subtract `due` from both, TTFT and end-to-end, and do not round"
+)
 def _(function):
     for due, first, last in ((10.0, 10.5, 11.0625), (1.0, 1.75, 2.0)):
-        ttft, _, e2e = function(due, [(first, 1), (last, 1)])
+        ttft, _, e2e = _three(function(due, [(first, 1), (last, 1)]))
         assert _near([ttft, e2e], [first - due, last - due]), (
             f"due at {due:g}, first token at {first}, last at {last}: expected {first - due} and {last - due}, "
             f"got {ttft} and {e2e}"
         )
-    e2e = function(1.0, [(1.5, 1), (1.75, 1), (2.0, 1)])[2]
+    e2e = _three(function(1.0, [(1.5, 1), (1.75, 1), (2.0, 1)]))[2]
     assert _near([e2e], [1.0]), f"due at 1, tokens at 1.5, 1.75 and 2: the end-to-end latency is 1, not {e2e}"
 
 
@@ -71,14 +83,14 @@ def _(function):
     "the gaps are a list", "write [... for ...]: a generator or a map can be read only once, and has no len"
 )
 def _(function):
-    gaps = function(0.0, [(1.0, 1), (1.5, 1)])[1]
+    gaps = _three(function(0.0, [(1.0, 1), (1.5, 1)]))[1]
     assert_list(gaps, "gaps")
     _makes_its_own_list(gaps, lambda: function(0.0, [(1.0, 1), (2.0, 1), (4.0, 1)]))
 
 
 @timings.property("an answer of one token has no gaps", "n tokens have n - 1 gaps, also where n is 1")
 def _(function):
-    ttft, gaps, e2e = function(0.0, [(0.5, 1)])
+    ttft, gaps, e2e = _three(function(0.0, [(0.5, 1)]))
     gaps = list(gaps)
     assert _near([ttft, *gaps, e2e], [0.5, 0.5]), f"one token at 0.5: expected (0.5, [], 0.5), got {ttft, gaps, e2e}"
 
@@ -116,7 +128,7 @@ def _(function):
         arrivals = list(zip((0.5, 0.75, 1.25, 2.25), counts, strict=False))
         shown = "due at 0, tokens at " + ", ".join(f"{when:g} ({tokens})" for when, tokens in arrivals)
         last = arrivals[-1][0]
-        ttft, _, e2e = function(0.0, list(arrivals))
+        ttft, _, e2e = _three(function(0.0, list(arrivals)))
         assert _near([ttft], [0.5]), f"{shown}: the TTFT is 0.5, not {ttft}"
         assert _near([e2e], [last]), f"{shown}: the end-to-end latency is {last:g}, not {e2e}"
 
@@ -149,7 +161,9 @@ def _(function):
     assert found == 20, f"p50 of 10, 20 and 30: expected 20, got {found}"
 
 
-@pooled_percentile.property("the result is one of the gaps", "do not average two neighbors: return one of the values")
+@pooled_percentile.property(
+    "the result is one of the gaps", "return a gap as it is: do not average two neighbors, round, or convert"
+)
 def _(function):
     for low, high in ((1.0, 2.0), (0.25, 0.5), (0.1, 0.123456789)):  # the last two change in float32, or if rounded
         for p in (50, 75):
@@ -205,7 +219,9 @@ def _(function):
     assert found == 30, f"p75 of [[30, 10], [20, 30]] is the third of 10, 20, 30, 30: expected 30, got {found}"
 
 
-@pooled_percentile.property("every gap counts once", "first put all gaps of all requests into one list")
+@pooled_percentile.property(
+    "every gap counts once", "put all gaps of all requests into one list, equal ones and zeros too"
+)
 def _(function):
     for p in (50, 85):
         found = function([[1.0] * 9, [101.0]], p)
@@ -341,12 +357,13 @@ def _draw(rows, keys, heads, kv_heads, d=8):
     return [torch.randn(shape, generator=made) for shape in shapes]
 
 
-def _matches(function, tensors, lengths, scale=1.0, scales=(1.0, 8**-0.5)) -> None:
+def _matches(function, tensors, lengths, scale=1.0, scales=None) -> None:
     """Assert that the result is right, for copies of the tensors: changing them fails a property of its own.
 
     scales: those allowed. By default a candidate may use its own: whether it uses `scale` has a property of its own.
     """
     q, k, v = tensors
+    scales = scales or (1.0, q.shape[-1] ** -0.5)
     ends = torch.tensor(lengths, dtype=torch.int32)
     found = function(q.clone(), k.clone(), v.clone(), ends.clone(), scale)
     assert found.shape == q.shape, f"q is {list(q.shape)}, and so is the result: got {list(found.shape)}"
@@ -368,6 +385,24 @@ def _(function):
     found = function(torch.ones(1, 1, 1), k, v, torch.tensor([2]), 1.0)
     assert found.shape == (1, 1, 1), f"expected the shape [1, 1, 1], got {list(found.shape)}"
     assert_near(found, 2, "two equal keys", relative=1e-3)
+
+
+def _right(function, tensors, lengths) -> bool:
+    """Whether the result is right; if it is not, another property says so."""
+    try:
+        _matches(function, tensors, lengths)
+    except AssertionError:
+        return False
+    return True
+
+
+@batched_attention.property(
+    "a full row is plain attention",
+    "softmax(scale * q @ k) weighs the values, for each head alone, all in q's dtype; with as many KV heads as heads, "
+    "head h uses KV head h",
+)
+def _(function):
+    _matches(function, _draw(2, 5, 2, 2, d=24), [5, 5])
 
 
 @batched_attention.property("each row ends at its own length", "key i of row r counts if i < lengths[r]")
@@ -392,13 +427,23 @@ def _(function):
         _matches(function, _draw(1, 5, *heads), [5])
 
 
+@batched_attention.property(
+    "a row's length holds for all its heads",
+    "if you make one axis of rows and heads, the lengths of its places are lengths.repeat_interleave(heads)",
+)
+def _(function):
+    lengths = [6, 3, 1]
+    for heads in ((4, 2), (4, 1)):
+        alone = _right(function, _draw(3, 6, 2, 2), lengths), _right(function, _draw(3, 5, *heads), [5, 5, 5])
+        if all(alone):  # lengths without shared heads, and shared heads without lengths, have properties of their own
+            _matches(function, _draw(3, 6, *heads), lengths)
+
+
 def _ends_rows_before_nan(function) -> None:
     """Assert that NaN after the end of each of several rows does not matter, if numbers there do not."""
     lengths = [6, 2, 4]
     q, k, v = _draw(3, 8, 2, 2)
-    try:
-        _matches(function, (q, k, v), lengths)
-    except AssertionError:  # where rows end has a property of its own
+    if not _right(function, (q, k, v), lengths):
         return
     for row, length in enumerate(lengths):
         k[row, length:] = v[row, length:] = torch.nan

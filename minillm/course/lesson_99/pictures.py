@@ -102,7 +102,7 @@ def patterns(rows: Sequence[Mapping[str, Any]]) -> None:
     ttft, e2e = ([1e3 * row[wait]["p50"] for row in rows] for wait in ("ttft_s", "e2e_s"))
     left.barh(names, ttft, color=OTHER, label="to the first token")
     left.barh(names, [b - a for a, b in zip(ttft, e2e, strict=True)], left=ttft, color=TOKEN, label="the rest")
-    left.set(xlabel="milliseconds, median", title="What a request waits")
+    left.set(xlabel="milliseconds, median", title="How long a request waits")
     places = np.arange(len(rows))
     output = [row["output_tokens_per_s"] for row in rows]
     everything = [row["output_tokens_per_s"] + row["input_tokens"] / row["seconds"] for row in rows]
@@ -138,11 +138,11 @@ def knee(recorded: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]
 
 
 def runs(records: Mapping[str, Mapping[str, Any]]) -> None:
-    """The requests of serving records over time, side by side. records: title -> record."""
+    """The requests of serving records over time, side by side, with their number. records: title -> record."""
     figure, axes = plt.subplots(1, len(records), figsize=(11, 3.6), layout="constrained")
     for axis, (title, record) in zip(axes, records.items(), strict=True):
         plots.requests(record, axis)
-        axis.set_title(title, fontsize=10)
+        axis.set_title(f"{title}\n{len(record['results'][0]['each']):,} requests", fontsize=10)
         axis.get_legend().remove()
         axis.set_ylabel("")
     axes[0].set_ylabel("requests, in the order they were due")

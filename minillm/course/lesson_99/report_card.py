@@ -163,12 +163,15 @@ def _print(rows: Mapping[str, Sequence[str]]) -> None:
         print(f"{name:5}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
 
 
-def cheapest(cost: Mapping[str, Mapping[int, float]], choices: Mapping[int, str | None]) -> str:
-    """For each number of requests at once: the cheapest precision, and what the learner chose."""
+def cheapest(cost: Mapping[str, Mapping[int, float]], choices: Mapping[int, Any]) -> str:
+    """For each number of requests at once: the cheapest precision, and what the learner chose, if it is one of them."""
+    names = [f'"{name}"' for name in cost]
     lines = []
     for count, chosen in choices.items():
         best = min(cost, key=lambda name: cost[name][count])
         said = f"you chose {chosen}" if chosen else "no prediction"
+        if chosen and chosen not in list(cost):
+            said += f" (write {', '.join(names[:-1])} or {names[-1]})"
         lines.append(f"{count:,} request{'s' * (count > 1)} at once: {best} is cheapest; {said}")
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from minillm import ops, using
 from minillm.bench import serve
+from minillm.bench.offline import STEADY
 from minillm.errors import Unreachable
 from minillm.overrides import OverrideError
 
@@ -136,7 +137,7 @@ def table(outcomes: Mapping[str, Outcome], more: Mapping[str, Callable[[Outcome]
 
 
 def ratios_table(outcomes: Mapping[str, Outcome]) -> str:
-    """Tokens per second in multiples of `own`'s, a line for each engine: of all rounds, and their range."""
+    """Tokens per second in multiples of `own`'s, a line for each engine: of all rounds, and their range; a caveat."""
     engine = own(outcomes)
     if engine.problem is not None:
         return f"nothing to compare with: {engine.problem}"
@@ -149,7 +150,33 @@ def ratios_table(outcomes: Mapping[str, Outcome]) -> str:
             said = f"{outcome.tokens_per_s / engine.tokens_per_s:6.2f}{_rounds(outcome, engine)}"
             said += f"   did not run: {', '.join(outcome.idle)}" if outcome.idle else ""
         lines.append(f"{name:{width}}{said}")
-    return "\n".join(lines)
+    return "\n".join(lines + [warning for warning in [caveat(outcomes)] if warning])
+
+
+def engine_runs(outcomes: Mapping[str, Outcome]) -> str:
+    """The speed of each of the engine's runs, and the caveat, if there is one."""
+    speeds = [f"{run['output_tokens_per_s']:,.0f}" for run in own(outcomes).runs]
+    said = f"the engine's runs: {' and '.join(speeds) or 'no'} tokens/s"
+    return "\n".join([said] + [warning for warning in [caveat(outcomes)] if warning])
+
+
+def caveat(outcomes: Mapping[str, Outcome]) -> str:
+    """The warning to print if these speeds show another program's load; else an empty string.
+
+    They do if the engine's first and last line differ by more than STEADY, or if another is that much faster than it:
+    the engine spends too little of a step in one part for that.
+    """
+    engine = own(outcomes)
+    if engine.problem is not None:
+        return ""
+    ratios = {n: each.tokens_per_s / engine.tokens_per_s for n, each in outcomes.items() if each.problem is None}
+    if ENGINE in ratios and AGAIN in ratios and (differ := abs(ratios[ENGINE] - ratios[AGAIN])) > STEADY:
+        found = f"the engine's first and last line differ by {differ:.2f}"
+    elif ratios[fastest := max(ratios, key=ratios.__getitem__)] > 1 + STEADY:
+        found = f"the line {fastest!r} is {ratios[fastest]:.2f}"
+    else:
+        return ""
+    return f"This machine was busy: {found}. Do not compare speeds by this run; run this load again on a quiet machine."
 
 
 def _rounds(outcome: Outcome, engine: Outcome) -> str:

@@ -49,19 +49,22 @@ def look_back() -> str:
     if not _compared:
         return "no predicted number to look back on: write your own into the cells that ask for one"
     width = max(map(len, _compared))
-    lines = [f"{'':{width}}{'predicted':>11}{'measured':>11}"]
+    numbers = [_short(each) for *pair, _ in _compared.values() for each in pair if each is not None]
+    column = max(map(len, ["predicted", *numbers])) + 2
+    lines = [f"{'':{width}}{'predicted':>{column}}{'measured':>{column}}"]
     for what, (predicted, measured, unit) in sorted(_compared.items(), key=lambda each: -_factor(*each[1][:2])):
         off = _factor(predicted, measured)
         if measured is None:
-            lines.append(f"{what:{width}}{_short(predicted):>11}{'-':>11}  {unit}: not measured")
+            lines.append(f"{what:{width}}{_short(predicted):>{column}}{'-':>{column}}  {unit}: not measured")
             continue
         if predicted == measured or 0 < off < 1.05:
             said = "as measured"
         elif off:
-            said = f"too {'high' if predicted > measured else 'low'} by a factor of {off:.1f}"
+            said = f"too {'high' if predicted > measured else 'low'} by a factor of {off:,.1f}"
         else:
             said = "no factor: one of the two is not above 0"
-        lines.append(f"{what:{width}}{_short(predicted):>11}{_short(measured):>11}  {unit}: {said}".rstrip(" :"))
+        both = "".join(f"{_short(each):>{column}}" for each in (predicted, measured))
+        lines.append(f"{what:{width}}{both}  {unit}: {said}".rstrip(" :"))
     return "\n".join(lines)
 
 

@@ -39,11 +39,17 @@ def test_what_the_lesson_says_of_the_loads_in_between_holds():
 
 
 def test_the_cheapest_is_named_with_the_learners_choice():
-    cost = {"bf16": {1: 2.0, 3000: 0.5}, "int4": {1: 1.0, 3000: 0.6}}
+    cost = {"bf16": {1: 2.0, 3000: 0.5}, "fp8": {1: 1.5, 3000: 0.55}, "int4": {1: 1.0, 3000: 0.6}}
     assert report_card.cheapest(cost, {1: "fp8", 3000: None}).split("\n") == [
         "1 request at once: int4 is cheapest; you chose fp8",
         "3,000 requests at once: bf16 is cheapest; no prediction",
     ]
+
+
+@pytest.mark.parametrize("written", ["fp4", 4, "bfloat16", ["int4"]])
+def test_a_choice_that_is_no_precision_is_answered_with_their_names(written):
+    said = report_card.cheapest(dict.fromkeys(("bf16", "fp8", "int4"), {1: 2.0}), {1: written})
+    assert said.endswith(f'; you chose {written} (write "bf16", "fp8" or "int4")')
 
 
 def test_losses_are_against_the_first(monkeypatch):

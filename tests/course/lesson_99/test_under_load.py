@@ -155,7 +155,33 @@ def test_ratios_are_of_medians_with_those_of_each_round():
     assert never.split() == ["never", "1.00", "rounds", "0.71", "to", "1.82", "did", "not", "run:", "policy"]
     assert failed.split()[1:] == ["4", "of", "4", "failed"]
     assert again.split()[4:] == ["1.05", "rounds", "0.93", "to", "1.09"]
-    one = {"the engine": Outcome([run(80)]), "one": Outcome([run(50)]), under_load.AGAIN: Outcome([run(120)])}
+    one = {"the engine": Outcome([run(95)]), "one": Outcome([run(50)]), under_load.AGAIN: Outcome([run(105)])}
     lines = under_load.ratios_table(one).splitlines()[1:]
-    assert [line.split()[-1] for line in lines] == ["0.80", "0.50", "1.20"], "one round has no range"
+    assert [line.split()[-1] for line in lines] == ["0.95", "0.50", "1.05"], "one round has no range"
     assert "4 of 4" in under_load.ratios_table({"the engine": found["failed"]})
+
+
+BUSY = ". Do not compare speeds by this run; run this load again on a quiet machine."
+
+
+@pytest.mark.parametrize(
+    ("speeds", "said"),
+    [
+        ([100, 80, 100, 114], ""),
+        ([123, 80, 142, 77], "This machine was busy: the engine's first and last line differ by 0.46" + BUSY),
+        ([103, 247, 165, 97], "This machine was busy: the line 'yours' is 2.47" + BUSY),
+    ],
+)
+def test_speeds_that_no_part_explains_have_a_caveat_in_the_table_and_on_the_card(speeds, said):
+    names = (under_load.ENGINE, under_load.YOURS, under_load.CONTROL, under_load.AGAIN)
+    found = {name: Outcome([run(speed)]) for name, speed in zip(names, speeds, strict=True)}
+    assert under_load.caveat(found) == said
+    runs = f"the engine's runs: {speeds[0]} and {speeds[-1]} tokens/s"
+    assert under_load.engine_runs(found) == "\n".join([runs, said] if said else [runs])
+    assert under_load.ratios_table(found).endswith(BUSY) == bool(said)
+
+
+def test_a_part_that_failed_or_is_missing_has_no_caveat():
+    failed = {"the engine": Outcome([run(100)]), "yours": Outcome(problem="4 of 4 failed")}
+    assert under_load.caveat(failed) == "" and under_load.engine_runs(failed) == "the engine's runs: 100 tokens/s"
+    assert under_load.caveat({"the engine": failed["yours"], "yours": Outcome([run(900)])}) == ""

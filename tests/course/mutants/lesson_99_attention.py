@@ -237,3 +237,18 @@ def hides_scores_that_are_nan(q, k, v, lengths, scale):
     scores = torch.einsum("rhd,rkhd->rhk", q, k) * scale
     scores = scores.masked_fill(unseen[:, None] | scores.isnan(), -torch.inf)
     return torch.einsum("rhk,rkhd->rhd", scores.softmax(-1), v.masked_fill(unseen[..., None, None], 0))
+
+
+@wrong("batched_attention", fails="a full row is plain attention")
+def scores_of_eight_numbers(q, k, v, lengths, scale):
+    k, v = repeated(q, k, v)
+    return attend(q[..., :8], k[..., :8], v, beyond(k, lengths), scale)
+
+
+@wrong("batched_attention", fails="a row's length holds for all its heads")
+def lengths_in_the_order_of_heads(q, k, v, lengths, scale):
+    """Rows and heads as one axis, whose places get the lengths of other rows."""
+    (rows, heads, d), (keys, kv_heads) = q.shape, k.shape[1:3]
+    k, v = (part.transpose(1, 2).reshape(rows * heads, keys, 1, d) for part in repeated(q, k, v))
+    ends = lengths.repeat(heads // kv_heads).repeat_interleave(kv_heads)
+    return attend(q.reshape(rows * heads, 1, d), k, v, beyond(k, ends), scale).view(rows, heads, d)

@@ -374,6 +374,15 @@ def test_predictions_are_looked_back_on_the_farthest_off_first(monkeypatch, caps
     ]
 
 
+def test_columns_are_as_wide_as_the_longest_number(monkeypatch):
+    monkeypatch.setattr(predictions, "_compared", {})
+    compare("a", unit="ms", measured=10.0, prediction=20)
+    compare("b", unit="ms", measured=0.5, prediction=1e9)
+    head, far, near = look_back().split("\n")
+    assert " ".join(far.split()) == "b 1,000,000,000 0.5 ms: too high by a factor of 2,000,000,000.0"
+    assert head.index("measured") + len("measured") == far.index("0.5") + 3 == near.index("10  ms") + 2
+
+
 def test_a_rate_is_printed_with_its_upper_bound(capsys):
     compare("reading", unit="GB/s", measured=300.0, floor=1200.0)
     assert capsys.readouterr().out.endswith("at most 1,200 GB/s, measured 300 GB/s (25% of what is possible)\n")

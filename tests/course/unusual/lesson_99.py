@@ -54,3 +54,13 @@ def by_torchs_own(q, k, v, lengths, scale):
     k, v = (part.where(seen[..., None, None], 0).repeat_interleave(group, 2).transpose(1, 2) for part in (k, v))
     out = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, attn_mask=seen[:, None, None], scale=scale)
     return out.squeeze(2)
+
+
+@right("batched_attention")
+def one_axis_of_rows_and_heads(q, k, v, lengths, scale):
+    (rows, heads, d), (keys, kv_heads) = q.shape, k.shape[1:3]
+    seen = torch.arange(keys, device=q.device) < lengths.repeat_interleave(heads)[:, None]
+    k, v = (part.repeat_interleave(heads // kv_heads, 2).transpose(1, 2).reshape(-1, keys, d) for part in (k, v))
+    scores = (k @ q.reshape(-1, d, 1)).squeeze(2) * scale
+    weights = scores.where(seen, -torch.inf).softmax(-1)
+    return (weights.unsqueeze(1) @ v.where(seen.unsqueeze(2), 0)).view(rows, heads, d)
