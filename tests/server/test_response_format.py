@@ -134,14 +134,16 @@ def test_no_request_of_a_worker_that_has_died_begins_when_its_grammar_is_compile
 
     monkeypatch.setattr(engine, "check_params", slow)
     monkeypatch.setattr(engine, "submit", began.extend)
-    hub = Hub(engine, "here", ServerConfig(log_level="critical"))
+    hub = Hub(engine, "here", ServerConfig(log_level="critical", max_per_client=3))
     ours, theirs = socket.socketpair()
     line = hub.connect(ours)
     params = {"json_schema": {"type": "object"}}
-    theirs.sendall(encode(Submit(0, [PromptForm(2)], params, {}, 2, False, None, numbers_of([5, 6]))))
+    theirs.sendall(encode(Submit(0, [PromptForm(2)], params, {}, 2, False, "ann", numbers_of([5, 6]))))
     try:
         assert compiling.wait(TIMEOUT)
         assert hub.running == 2
+        assert hub.admission.refusal("ann", 1) is None
+        assert "this client has 2 of at most 3 choices" in hub.admission.refusal("ann", 2).message
         theirs.close()
         wait_until(lambda: line not in hub.lines)
         assert line.compiling == {}

@@ -14,6 +14,13 @@ FAULTS = (
         "tests/server/test_clients.py -k last_one",
     ),
     Fault(
+        "choices whose grammar is being compiled are not their client's",
+        LINE,
+        "return self._clients[client] + sum(each == client for each in self.compiling.values())",
+        "return self._clients[client]",
+        "tests/server/test_response_format.py -k worker_that_has_died",
+    ),
+    Fault(
         "long texts are tokenized on the event loop",
         "minillm/server/worker/app.py",
         "await _run(in_thread, engine.tokenizer.encode, text, special)",
