@@ -114,14 +114,14 @@ FAULTS = (
         "minillm/course/lesson_11/checks.py",
         "assert found == [8, 32, 128],",
         "assert set(found) == {8, 32, 128},",
-        "tests/course/test_checkers.py -k choose_sizes",
+        "tests/course/test_checkers.py -k mutant_fails_exactly",
     ),
     Fault(
         "comparisons of equal settings with a third may be left out",
         "minillm/course/lesson_11/checks.py",
         '    _expect_pairs(function, twice, [("a", "b", "y"), ("b", "c", "y")])\n',
         "",
-        "tests/course/test_checkers.py -k fair_pairs",
+        "tests/course/test_checkers.py -k mutant_fails_exactly",
     ),
     Fault(
         "the stub of a method names only its class",
