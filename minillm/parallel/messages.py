@@ -19,7 +19,7 @@ WARM_UP, PING = "warm up", "ping"
 
 @dataclass(frozen=True)
 class LoadShard:
-    """LoadShard the rank's shard of a model, in place of what the rank had loaded before."""
+    """Load the rank's shard of a model, in place of what the rank had loaded before."""
 
     place: Path | str
     config: DeviceConfig  # of this rank: it names the device
