@@ -41,10 +41,10 @@ gemma = PRESETS["gemma-2b"]
 # | five launches (section 5) | not possible | 5 | 5 |
 #
 # "64 requests" and "1 request" count what ran when this lesson's records were measured, as do all figures below. Since
-# then, rotation and the cache write have been merged into one kernel, which saves a launch. The first two ways have the
-# same four matrix products, the same kernel that writes to the cache, and the same attention, which takes two launches:
-# one for parts of the keys, and one that combines them (lesson 04). In the third, attention takes one launch: the last
-# program to finish its part combines them all.
+# then, rotation and the cache write have been merged into one kernel, which saves a launch (for 64 requests, too). The
+# first two ways have the same four matrix products, the same kernel that writes to the cache, and the same attention,
+# which takes two launches: one for parts of the keys, and one that combines them (lesson 04). In the third, attention
+# takes one launch: the last program to finish its part combines them all.
 #
 # A record is a file in the project's folder `data/results`: `h200/kernels` is `data/results/h200/kernels.json`, which
 # has the times of eight of the engine's kernels on an H200. The figure draws each launch with the time it takes *at
@@ -197,9 +197,9 @@ else:
 # 3. It times whole decode steps with the winners, and drops those that do not help there. (Prefill attention is exempt,
 #    because decode steps do not run it.)
 #
-# The result is a plan file. An engine that runs with a plan looks up each launch in it by its *problem*: the kernel's
-# name, the sizes, and the dtype. In the next listing, see what happens if the plan has no entry. (`asked` is there for
-# the tuner: it collects what is looked up in the first stage.)
+# The result is a plan file. An engine that runs with a plan looks up each of these launches in it by its *problem*: the
+# kernel's name, the sizes, and the dtype. In the next listing, see what happens if the plan has no entry. (`asked` is
+# there for the tuner: it collects what is looked up in the first stage.)
 
 # %%
 # ENGINE: minillm.kernels.launch_configs:tuned
@@ -481,9 +481,9 @@ describe(
 # finish while most of the chip is idle, and the next kernel's first loads take time to arrive. For one request every
 # kernel is short, so these gaps matter most. The engine has a special path for this case, the **fused step**. The four
 # matrix products of a layer read all the weights for a single vector. So the fused step does not call torch's products:
-# it has kernels of its own, made for a single vector, which read the weights faster (you will see below what torch's
-# take). And the norms, the residual sum and GeGLU are so little work that they fit *into* these products; rotation and
-# cache write fit into attention:
+# it has kernels of its own, made for a single vector, which read the weights faster (the times of torch's products
+# follow below). And the norms, the residual sum and GeGLU are so little work that they fit *into* these products;
+# rotation and cache write fit into attention:
 #
 # 1. residual sum (except in the first layer), norm, QKV projection;
 # 2. rotation, cache write, attention;
@@ -539,6 +539,9 @@ for name in names:
     print(f"{name:<23} {best_us[name]:7.1f} {took_us:9.1f} {lost:5.1f} {share:13.1%}")
 
 # %% [markdown]
+# The share is that of a whole step, with its output head. The columns in microseconds leave out the head's best time, so
+# the share is not the first column divided by the second.
+#
 # Plain torch reaches about the same share of its own bound as one kernel per operation, although it is by far the
 # slowest of the three. (The difference depends on the assumed shortest kernel: make it 0.2 µs shorter, and the order
 # flips.) Why? Look at the first column. All three ways move nearly the same bytes. They differ in the number of short
@@ -651,7 +654,7 @@ print(f"not a fair pair: off -> on, {speed['on'] / speed['off']:.2f} times")
 # for decode steps give by far the largest factor, and the five launches the second largest. The last one, of prompts in
 # graphs, is no larger than the difference between two runs of one setting.
 #
-# But does 1.30 tell what fewer launches gain? No: `layer` is one entry in our table, but going from 11 launches to 5
+# But does 1.30 tell us what fewer launches gain? No: `layer` is one entry in our table, but going from 11 launches to 5
 # changes three things at once. There are fewer launches, other kernels compute the matrix products, and each kernel
 # starts early (section 8). Fewer launches alone cannot explain the factor, because torch's four products (67.8 µs) take
 # longer than the whole layer does in five launches (65.9 µs, section 5). A comparison is only as fair as its table of
@@ -780,7 +783,7 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 #   remove most of the third.
 # * Choose launches by measuring: medians, a default, and a margin. Then check whether the whole step gains.
 # * A graph has fixed addresses and sizes. Padding to a captured size is cheap where reading the weights dominates.
-# * A share of a way's own bound tells how well its kernels run. To compare ways, divide by one bound for all.
+# * A share of a way's own bound tells you how well its kernels run. To compare ways, divide by one bound for all.
 # * Compare only settings that differ in one thing. Graphs for decode steps are one thing; the fused step is another,
 #   and bundles fewer launches, faster matrix products and an early start.
 #
