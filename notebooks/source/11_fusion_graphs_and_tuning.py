@@ -539,8 +539,8 @@ for name in names:
     print(f"{name:<23} {best_us[name]:7.1f} {took_us:9.1f} {lost:5.1f} {share:13.1%}")
 
 # %% [markdown]
-# The share is that of a whole step, with its output head. The columns in microseconds leave out the head's best time, so
-# the share is not the first column divided by the second.
+# The share is that of a whole step, with its output head. The columns in microseconds leave out the head's best time,
+# so the share is not the first column divided by the second.
 #
 # Plain torch reaches about the same share of its own bound as one kernel per operation, although it is by far the
 # slowest of the three. (The difference depends on the assumed shortest kernel: make it 0.2 µs shorter, and the order
