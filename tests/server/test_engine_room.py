@@ -118,6 +118,20 @@ def test_rows_and_blocks_of_requests_that_share_a_prefix():
     engine.close()
 
 
+@pytest.mark.parametrize("speculate", ["off", "ngram"])
+def test_drafts_are_shown_if_the_engine_makes_any(speculate):
+    engine = engine_of(speculate=speculate)
+    engine.submit(engine.prepare(PROMPT * 2, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    totals, stats = described(engine)["totals"], engine.stats()
+    names = [name for name in ("drafts", "draft_tokens", "accepted_tokens") if name in totals]
+    assert len(names) == (3 if speculate == "ngram" else 0) and all(totals[name] == stats[name] for name in names)
+    script, page = ((HERE / FILES[path][0]).read_text(encoding="utf-8") for path in ("/engine/script.js", "/"))
+    assert all(f"totals.{name}" in script for name in names) and 'id="drafts" hidden' in page
+    engine.close()
+
+
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("cells", [room.CELLS, 7])
 def test_the_cells_add_up_to_the_pool_at_every_step(run_ahead, cells):

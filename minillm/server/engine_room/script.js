@@ -117,6 +117,11 @@ function show(next) {
   const queries = totals.prefix_query_tokens;
   put("hits", queries ? Math.round((100 * totals.prefix_hit_tokens) / queries) + "%" : "–");
   put("queries", whole(queries));
+  $("drafts").hidden = totals.drafts === undefined;
+  if (totals.drafts) { // of all rows of steps that had drafts: how many were right, and what such a row yields
+    put("accepted", Math.round((100 * totals.accepted_tokens) / totals.draft_tokens) + "%");
+    put("length", (1 + totals.accepted_tokens / totals.drafts).toFixed(1));
+  }
   showRates();
   showRows();
   showBlocks();

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from minillm.engine.async_llm import AsyncLLM
 from minillm.engine.snapshot import CACHED, Snapshot
 
-from ..engine_side.metrics import Metrics
+from ..engine_side.metrics import DRAFTED, Metrics
 
 PERIOD = 0.2  # seconds
 PATIENCE = 100
@@ -77,6 +77,7 @@ class EngineRoom:
                 "preemptions": stats["preemptions"],
                 "prefix_query_tokens": stats["prefix_query_tokens"],
                 "prefix_hit_tokens": stats["prefix_hit_tokens"],
+                **{name: stats[name] for name in DRAFTED if name in stats},
             },
             "blocks": {
                 "total": stats["blocks"],

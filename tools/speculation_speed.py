@@ -1,0 +1,244 @@
+"""Measure what drafts gain and cost: the same requests on two engines of one process, with and without, in turns.
+
+    python tools/speculation_speed.py --record speculation                 tiny-gemma, and a trained model if it is here
+    python tools/speculation_speed.py --draft DIRECTORY --parts draft      with a draft model
+    python tools/speculation_speed.py --model gemma-2b --load-format dummy --dtype bfloat16 --parts worst synthetic \
+        --output-len 256 --record speculation                                   the shape of a large one, on a GPU
+
+The parts:
+
+tasks      prompt lookup on chats whose answers repeat their question to a different degree; greedy, one request.
+           It needs a model of `minillm models` that is downloaded (`--chat`, default: smollm2-135m)
+worst      every draft is wrong, whatever is drafted; 1, 8 and 64 requests
+synthetic  drafts that are right by a coin: a proposer that knows the output, which costs nothing. It says what an
+           acceptance length is worth on a machine, not what one can expect
+draft      the draft model of `--draft`, on stories; temperature 0 and 0.7
+
+A speed-up is the median over rounds of the time without, divided by the time with drafts right before or after it. The
+acceptance length is that of rows of steps that had drafts: one, and the drafts that were right.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import minillm  # noqa: E402
+from minillm import LLM, SamplingParams, pretrained  # noqa: E402
+from minillm.bench import records  # noqa: E402
+from minillm.errors import MinillmError  # noqa: E402
+from minillm.speculation import Asked, Speculation  # noqa: E402
+
+PARTS = ("tasks", "worst", "synthetic", "draft")
+BATCHES = (1, 8, 64)
+RIGHT = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of drafts in "synthetic"
+NOTE = (
+    "The ferry to the northern islands leaves at seven in the morning and at four in the afternoon. Passengers should "
+    "be at the pier twenty minutes before departure. Bicycles travel free; cars need a reservation. In winter "
+    "the afternoon ferry does not run on Sundays. Tickets are sold at the harbor office and on board."
+)
+CODE = """def total_price(items, tax_rate):
+    total = 0
+    for item in items:
+        if item["quantity"] > 0:
+            total = total + item["price"] * item["quantity"]
+    total = total + total * tax_rate
+    return round(total, 2)
+
+
+def average_price(items):
+    if len(items) == 0:
+        return 0
+    return sum(item["price"] for item in items) / len(items)
+"""
+TASKS = {
+    "copy": f"Repeat the following text exactly, word for word:\n\n{NOTE}",
+    "copy with edits": f"Repeat the following text, but write 'boat' instead of 'ferry' everywhere:\n\n{NOTE}",
+    "edit code": f"Rename the variable `total` to `amount` in this code and print the whole code:\n\n{CODE}",
+    "summarize": f"Summarize the following text in two sentences, using its words:\n\n{NOTE}",
+    "explain": "Explain in a few sentences why the sky is blue.",
+}
+START = 8  # tokens by which prompts differ
+STORIES = ["Once upon a time", "One morning", "There was a little", "A long time ago", "The sailor", "In the town of"]
+
+
+class Known:
+    """Drafts what follows in outputs that are known, each token with a chance of `right`, and otherwise another."""
+
+    def __init__(self, outputs: Sequence[Sequence[int]], right: float, vocabulary: int):
+        self.by_start = {tuple(each[:START]): each for each in outputs}
+        self.right, self.vocabulary, self.rng = right, vocabulary, random.Random(0)
+
+    def propose(self, asked: Sequence[Asked]) -> list[list[int]]:
+        return [self._drafts(each) for each in asked]
+
+    def _drafts(self, asked: Asked) -> list[int]:
+        count = len(asked.tokens)
+        known = self.by_start[tuple(asked.tokens[:START].tolist())][count : count + asked.most]
+        return [each if self.rng.random() < self.right else (each + 1) % self.vocabulary for each in known]
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class Pair:
+    """Two engines with the same options, one of which drafts."""
+
+    def __init__(self, model: str | None, speculate: str, options: dict[str, Any]):
+        self.plain = LLM(model, **options)
+        self.drafting = LLM(model, **options, speculate=speculate)
+
+    def close(self) -> None:
+        self.plain.close()
+        self.drafting.close()
+
+    def measured(self, prompts, params, rounds: int, proposer: Callable | None = None) -> dict:
+        """Seconds of both, in turns, and what became of drafts. The outputs are compared."""
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        outputs, counts = {}, {}
+        with minillm.using(proposer=proposer) if proposer else nullcontext():
+            for turn in range(-1, rounds):
+                for drafting in (False, True) if turn % 2 else (True, False):
+                    llm = self.drafting if drafting else self.plain
+                    before, begun = llm.stats(), time.perf_counter()
+                    done = llm.generate(prompts, params)
+                    passed, after = time.perf_counter() - begun, llm.stats()
+                    if turn >= 0:  # the first one compiles, and finds out what steps cost
+                        seconds[drafting].append(round(passed, 4))
+                    outputs[drafting] = [each.outputs[0].token_ids for each in done]
+                    counts[drafting] = {name: after[name] - before.get(name, 0) for name in after}
+        drafts, tokens = counts[True]["drafts"], sum(len(each) for each in outputs[False])
+        ratios = [a / b for a, b in zip(seconds[False], seconds[True], strict=True)]
+        return {
+            "requests": len(prompts),
+            "output_tokens": tokens,
+            "speedup": round(statistics.median(ratios), 4),
+            "speedups": [round(each, 4) for each in ratios],
+            "seconds_without": seconds[False],
+            "seconds_with": seconds[True],
+            "output_tokens_per_s": round(tokens / statistics.median(seconds[True]), 1),
+            "acceptance_length": round(1 + counts[True]["accepted_tokens"] / drafts, 3) if drafts else None,
+            "draft_tokens": counts[True]["draft_tokens"],
+            "accepted_tokens": counts[True]["accepted_tokens"],
+            "steps_without": counts[False]["steps"],
+            "steps_with": counts[True]["steps"],
+            "same_tokens": outputs[False] == outputs[True],
+        }
+
+
+def tasks(options: argparse.Namespace) -> Iterator[dict]:
+    try:
+        place = str(pretrained.directory(options.chat))
+    except MinillmError as error:
+        print(f"tasks are left out: {error}", file=sys.stderr)
+        return
+    pair = Pair(place, "ngram", {"device": options.device, "max_num_seqs": 4, "enable_prefix_caching": False})
+    params = SamplingParams(max_tokens=options.output_len, temperature=0)
+    for task, question in TASKS.items():
+        chat = [{"role": "user", "content": question}]
+        prompt = pair.plain.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True)
+        yield {"model": options.chat, "task": task, **pair.measured([prompt], params, options.rounds)}
+    pair.close()
+
+
+def random_prompts(count: int, vocabulary: int, length: int) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(10, vocabulary - 10) for _ in range(length)] for _ in range(count)]
+
+
+def with_known_outputs(options: argparse.Namespace, chances: Sequence[float], batches: Sequence[int], every: bool):
+    pair = Pair(options.model, "ngram", engine_options(options))
+    vocabulary = pair.plain.model_config.vocab_size
+    params = SamplingParams(max_tokens=options.output_len, temperature=0, ignore_eos=True)
+    run_all = patch.object(Speculation, "worth", lambda self, rows, known, proposed, others: proposed)
+    for batch in batches:
+        prompts = random_prompts(batch, vocabulary, options.input_len)
+        done = pair.plain.generate(prompts, params)
+        outputs = [[*prompt, *each.outputs[0].token_ids] for prompt, each in zip(prompts, done, strict=True)]
+        for right in chances:
+            proposer = partial(Known, outputs, right, vocabulary)
+            with run_all if every else nullcontext():
+                yield batch, right, pair.measured(prompts, params, options.rounds, proposer)
+    pair.close()
+
+
+def worst(options: argparse.Namespace) -> Iterator[dict]:
+    for _, _, found in with_known_outputs(options, (0.0,), options.batches, every=False):
+        yield {"model": options.model or "tiny-gemma", "right": 0.0, **found}
+
+
+def synthetic(options: argparse.Namespace) -> Iterator[dict]:
+    for _, right, found in with_known_outputs(options, options.right, options.batches[:2], every=not options.choose):
+        yield {"model": options.model or "tiny-gemma", "right": right, "synthetic_acceptance": True, **found}
+
+
+def draft(options: argparse.Namespace) -> Iterator[dict]:
+    if options.draft is None:
+        return
+    pair = Pair(options.model, options.draft, engine_options(options))
+    for temperature in (0, 0.7):
+        for batch in options.batches[:2]:
+            params = SamplingParams(max_tokens=options.output_len, temperature=temperature, seed=1, ignore_eos=True)
+            prompts = (STORIES * batch)[:batch]
+            found = pair.measured(prompts, params, options.rounds)
+            yield {"model": options.model or "tiny-gemma", "temperature": temperature, **found}
+    pair.close()
+
+
+def engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "device": options.device,
+        "dtype": options.dtype,
+        "load_format": options.load_format,
+        "max_num_seqs": 64,
+        "max_model_len": 2048,
+        "speculate_tokens": options.drafts,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.4,
+    }
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="default: tiny-gemma")
+    parser.add_argument("--chat", default="smollm2-135m", help="the model of `tasks`")
+    parser.add_argument("--draft", help="a draft model's directory")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="requests at once")
+    parser.add_argument("--right", nargs="+", type=float, default=list(RIGHT), help="of drafts in `synthetic`")
+    parser.add_argument("--drafts", type=int, default=7, help="most drafts of a request in a step")
+    parser.add_argument("--choose", action="store_true", help="`synthetic`: run only the drafts that are worth it")
+    parser.add_argument("--input-len", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", metavar="NAME", help="write a record of this name")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    options = parse()
+    begun, results = records.begin(options.record), []
+    for part in options.parts:
+        for row in globals()[part](options):
+            results.append({"part": part, "drafts": options.drafts, **row})
+            lists = ("speedups", "seconds_with", "seconds_without")
+            print(json.dumps({key: value for key, value in results[-1].items() if key not in lists}), flush=True)
+    if options.record:
+        records.write(records.record(results, begun), options.record)
+
+
+if __name__ == "__main__":
+    main()
