@@ -29,6 +29,7 @@ REAL = real_model.RECORD
 FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200/vllm-fp8kv-and-families-h200"
 CACHE_SPEED = "h200/cache-speed"
 SAMPLED = "h200/sampled-speed"
+SPECULATION = "cpu/speculation"
 SERVING, SERVING_PEER = "h200/serving", "h200/vllm-server-h200"
 COMMAND = "python docs/draw.py record"
 QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
@@ -320,6 +321,37 @@ def sampled_figures() -> str:
     return "\n".join([*lines, "", *wrapped(text), ""])
 
 
+def speculation_figures() -> str:
+    """The table of what drafts gain and cost, where that was measured."""
+    if not (records.RESULTS / f"{SPECULATION}.json").exists():
+        return ""
+    record = records.read(SPECULATION)
+    names = {"worst": "no draft is right", "synthetic": "right by a coin"}
+    lines = [
+        "| traffic | model | requests | acceptance length | speed-up | of all runs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["results"]:
+        name = names.get(row["part"], row.get("task", "stories"))
+        right = f", {row['right']:.0%}" if row["part"] == "synthetic" else ""
+        length = "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.1f}"
+        low, high = min(row["speedups"]), max(row["speedups"])
+        lines.append(
+            f"| {name}{right} | {row['model']} | {row['requests']} | {length} | {row['speedup']:.2f} | {low:.2f} to "
+            f"{high:.2f} |"
+        )
+    first = record["results"][0]
+    machine = record["machine"]
+    text = (
+        f"With drafts against without, in turns in one process, on {machine['cpu']}; medians of "
+        f"{len(first['speedups'])} pairs of runs, other programs ran meanwhile. Named tasks: prompt lookup, greedy, on "
+        "chats. No draft is right: how many are tried is the engine's choice. Right by a coin: synthetic acceptance; a "
+        "proposer that knows the output drafts for free, and all its drafts run. The acceptance length is that of rows "
+        f"of steps that had drafts. Record: [{SPECULATION}](../data/results/{SPECULATION}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
 def serving_figures() -> str:
     """The table of servers."""
     record = records.read(SERVING)
@@ -472,6 +504,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "fp8": fp8_figures,
     "cache": cache_figures,
     "sampled": sampled_figures,
+    "speculation": speculation_figures,
     "serving": serving_figures,
     "busy": busy_figures,
     "figures": figures,

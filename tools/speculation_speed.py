@@ -223,7 +223,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--choose", action="store_true", help="`synthetic`: run only the drafts that are worth it")
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=160)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--record", metavar="NAME", help="write a record of this name")
     return parser.parse_args(words)
 

@@ -77,7 +77,9 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
         proposals[i] = drafts[: int(ends.argmax())] if ends.any() else drafts
     lengths = np.array([len(drafts) for drafts in proposals], np.int32)
     worth = lengths
-    if not speculation.slow:
+    if speculation.slow:
+        speculation.proposed(rows[places], known[places], lengths)
+    else:
         worth = speculation.worth(rows[places], known[places], lengths, len(rows) - len(places))
     for i, drafts, count in zip(places.tolist(), proposals, worth.tolist(), strict=True):
         if drafts := drafts[: min(left, count)].tolist():

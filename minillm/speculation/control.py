@@ -101,11 +101,8 @@ class Speculation:
         resumed = (self._next[rows] > 0) & (self._right[rows] < self._tried[rows] / 2)
         self._right[rows[resumed]], self._tried[rows[resumed]] = 0.25, 0.5  # one try decides
         self._next[rows] = 0
-        self._misses[rows] = np.where(proposed > 0, 0, self._misses[rows] + 1)
-        if self._runs_ahead:
-            missing = rows[self._misses[rows] >= MISSES]
-            self._next[missing] = known[self._misses[rows] >= MISSES] + FIRST
-            self._misses[missing] = 0
+        if not self.slow:
+            self.proposed(rows, known, proposed)
         drafting = proposed > 0
         batch = others + len(rows)
         plain = self.costs.plain(batch)
@@ -124,6 +121,17 @@ class Speculation:
         self._next[rows[paused]] = known[paused] + self._pause[rows[paused]]
         self._pause[rows[paused]] = np.minimum(2 * self._pause[rows[paused]], LONGEST)
         return chosen
+
+    def proposed(self, rows: np.ndarray, known: np.ndarray, counts: np.ndarray) -> None:
+        """Take in how many drafts rows [n] were given. Rows that get none several times in a row run ahead for a while.
+
+        `worth` calls it, unless the proposer is slow: then `worth` is asked before anything is drafted.
+        """
+        self._misses[rows] = np.where(counts > 0, 0, self._misses[rows] + 1)
+        if self._runs_ahead:
+            missing = self._misses[rows] >= MISSES
+            self._next[rows[missing]] = known[missing] + FIRST
+            self._misses[rows[missing]] = 0
 
     def learn(self, rows: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Take in how many drafts rows [n] had in a step, and how many of them were right."""

@@ -141,6 +141,16 @@ def test_a_slow_proposer_is_asked_for_as_many_drafts_as_are_worth_drafting():
     assert counts[0] == 7 > counts[1] > counts[2] == 0
 
 
+def test_a_row_for_which_a_slow_proposer_has_nothing_runs_ahead_on_a_gpu():
+    found = made(FLAT, "cuda")
+    found.slow = True
+    for _ in range(MISSES):
+        assert found.waits(ROW, np.array([100]))[0]
+        assert chosen(found) > 0
+        found.proposed(ROW, np.array([100]), np.array([0]))
+    assert not found.waits(ROW, np.array([100]))[0] and found.waits(ROW, np.array([100 + FIRST]))[0]
+
+
 def test_the_time_of_drafting_is_no_part_of_a_steps_time():
     found = made({})
     found.proposer, found.slow = Slow({}), True
