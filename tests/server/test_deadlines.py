@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from minillm.request import SamplingParams
 from minillm.server import running
 from minillm.server.config import ServerConfig
+from minillm.server.engine_side.admission import Admission
 from minillm.server.engine_side.hub import Hub
 from minillm.server.worker.connections import Connection
 from minillm.server.worker.link import EngineClient, PastDeadline, Prompt, RemoteEngine
@@ -183,6 +185,18 @@ def test_requests_that_no_longer_wait_are_forgotten_long_before_their_deadline(e
     serve_here(engine, work, queue_timeout=HOUR, max_queued=0)
 
 
+def test_the_hub_looks_again_when_the_next_deadline_has_come():
+    refused: list[range] = []
+    line = SimpleNamespace(refuse_unless_begun=refused.append)
+    admission = Admission(1, ServerConfig(queue_timeout=HOUR), [line])
+    assert admission.refuse_the_overdue() is None, "nothing waits"
+    admission.waits(line, range(1))
+    admission.waits(line, range(1, 3))
+    assert 0 < admission.refuse_the_overdue() <= HOUR and not refused
+    admission.waiting[0] = 0.0, line, range(1)
+    assert 0 < admission.refuse_the_overdue() <= HOUR and refused == [range(1)]
+
+
 def test_the_queue_timeout_counts_while_a_grammar_compiles(engine, monkeypatch):
     may_go_on, check = threading.Event(), engine.check_params
     monkeypatch.setattr(engine, "check_params", lambda params: (may_go_on.wait(TIMEOUT), check(params)))
@@ -193,7 +207,8 @@ def test_the_queue_timeout_counts_while_a_grammar_compiles(engine, monkeypatch):
         await async_wait_until(lambda: hub.running == 1)
 
         def pass_all() -> None:
-            hub.admission.waiting = deque((0.0, line, keys) for _, line, keys in hub.admission.waiting)
+            soon = time.monotonic() + 0.05  # when nothing else wakes the hub
+            hub.admission.waiting = deque((soon, line, keys) for _, line, keys in hub.admission.waiting)
 
         hub.soon(pass_all)
         refused = await waits
