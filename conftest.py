@@ -27,7 +27,13 @@ EVALUATE = (  # lessons that run many quantized models over much text
     "07_quantizing_activations",
     "08_quantizing_the_cache_and_choosing",
 )
-LONG_LESSONS = (*EVALUATE, "00_start_here", "10_inflight_batching", "99_serve_and_benchmark")
+LONG_LESSONS = (
+    *EVALUATE,
+    "00_start_here",
+    "10_inflight_batching",
+    "13_speculative_decoding",
+    "99_serve_and_benchmark",
+)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""Which rows of a step get drafts, and which tokens.
+"""Which rows of a step get drafts, and which tokens.  Lesson 13.
 
 Drafts take what the step has left: its token budget, and blocks that are available. They never delay or preempt a
 request. A row gets some only if all its tokens are known. While a row waits for that, no step is launched ahead: the

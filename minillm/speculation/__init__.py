@@ -1,4 +1,4 @@
-"""Speculation: tokens that a proposer drafts and one step of the model checks.
+"""Speculation: tokens that a proposer drafts and one step of the model checks.  Lesson 13.
 
     LLM(speculate="ngram")
 

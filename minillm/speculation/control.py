@@ -1,4 +1,4 @@
-"""How many tokens to draft for each row, and what became of them.
+"""How many tokens to draft for each row, and what became of them.  Lesson 13.
 
 A draft at place j of a row is needed with the probability p^j, where p is how often the row's drafts were right lately.
 So k drafts yield 1 + p + ... + p^k tokens on average. They are worth their time if that many tokens for the time of the

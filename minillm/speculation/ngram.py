@@ -1,4 +1,4 @@
-"""Prompt lookup: the text so far proposes how it goes on.
+"""Prompt lookup: the text so far proposes how it goes on.  Lesson 13.
 
 Saxena 2023, "Prompt Lookup Decoding". Answers often repeat their prompt, or themselves: edits, quotations, code. The
 tokens that followed the newest earlier occurrence of the last n tokens are the drafts; a longer n goes first.

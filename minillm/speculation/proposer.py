@@ -1,4 +1,4 @@
-"""What drafts tokens: the interface of every proposer."""
+"""What drafts tokens: the interface of every proposer.  Lesson 13."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

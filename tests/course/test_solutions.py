@@ -36,12 +36,13 @@ from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from tests.chance import SEED
 from tests.course.references import REFERENCES, against
 
-for each in ("05", "06", "07", "08", "11"):
+for each in ("05", "06", "07", "08", "11", "13"):
     import_module(f"tests.course.references_{each}")  # it registers its references
 
 WITHOUT = {
     "find_fault": "its answers are words; the checker's own products are right and wrong ones",
     "next_step": "the engine gives single tokens first: share_budget",
+    "accept_or_resample": "the engine accepts drafts by agreement",
     "PatientShortest": "a policy that the engine does not have",
 }
 

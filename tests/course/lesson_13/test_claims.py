@@ -1,0 +1,141 @@
+"""What lesson 13 says is what its cells print, what its records have, and what its rules do."""
+
+import numpy as np
+import pytest
+
+from minillm.course.lesson_13 import speculating
+from tests.course.lesson import solved
+
+lesson = solved("13")
+RUNS = r"^{} +(\d+) +(\d+) +(\d+) +([\d.]+)   True$"
+SPEEDS = r"^{} +([\d.]+)x +([\d.]+)x$"
+
+
+def test_a_step_of_eight_tokens_takes_a_third_longer_and_64_little_more_than_four():
+    lesson.says(
+        "From 4 tokens to 64, the time grows by little more than a quarter.",
+        "On the H200, eight tokens take 1.33 times as long as one.",
+        "if a step gains more than 1.33 tokens",
+    )
+    ms = speculating.recorded_ms()
+    assert list(ms) == [1, 4, 8, 16, 64] and ms[8] / ms[1] == pytest.approx(1.33, abs=0.005)
+    assert 1.25 < ms[64] / ms[4] < 1.28
+    assert lesson.number(r"^8 tokens: predicted .*, measured ([\d.]+) times$") == 1.33
+
+
+def test_the_cheat_takes_a_fifth_of_the_steps_in_the_loop_and_in_the_engine():
+    lesson.says("come in a fifth of the steps", "so a step gains up to five tokens")
+    for temperature in ("0", "0.8"):
+        assert f"temperature {temperature}: the engine's tokens: True, 17 steps instead of 80" in lesson.printed
+        assert f"temperature {temperature}: 17 steps, 63 of 108 drafts right, the same tokens: True" in lesson.printed
+
+
+def test_a_stale_cache_changes_the_text():
+    lesson.says("Nothing crashes, and the text still reads well.")
+    assert 1 <= lesson.number(r"^the first (\d+) tokens are the same; then:$") < 20
+
+
+def test_slots_of_the_picture():
+    lesson.says(
+        "ran the newest one and four drafts, in slots 12 to 16. One draft was right. So 14 slots count, and three are "
+        "stale",
+        "will run next, in slot 14",
+    )
+
+
+def test_what_repeats_takes_fewer_steps_and_a_temperature_more():
+    lesson.says("hardly anything in the story repeats", "in the guest book most steps run either no draft or seven")
+    for temperature in ("0", "0.8"):
+        steps, drafts, right, length = lesson.numbers(RUNS.format(f"story, temperature {temperature}"))
+        assert steps == 80 and drafts < 10 and right == 0 and length == 1
+    for name in ("guest book", "sums"):
+        greedy, sampled = (lesson.numbers(RUNS.format(f"{name}, temperature {each}")) for each in ("0", "0.8"))
+        assert greedy[0] < sampled[0] and greedy[3] > 2.5 > sampled[3] and sampled[2] < sampled[1] / 2
+    assert lesson.number(r"^steps: predicted .*, measured (\d+) steps") == 30
+
+
+def test_the_numbers_of_drafts_that_the_exercise_chooses():
+    lesson.says("Where $p$ is small, no drafts are best; where it is near 1, many are.")
+    ms = speculating.step_ms(np.arange(1, 9)).tolist()
+    for p, count in ((0.1, 0), (0.2, 0), (0.3, 3), (0.5, 7), (0.8, 7), (0.95, 7)):
+        assert speculating.best_count(p, ms) == count and f"p = {p}: {count} drafts" in lesson.printed
+
+
+def test_the_curves_of_one_request():
+    lesson.says(
+        "All begin at about 0.75 for p = 0 and cross 1 between p = 0.2 and 0.3.",
+        "The line of one draft ends at 1.55, that of three at 3.1, that of 7 at 6.0; that of 15 rises beyond 6.",
+    )
+    longer = {drafts: speculating.step_ms(1 + drafts) / speculating.step_ms(1) for drafts in (1, 3, 7, 15)}
+    for drafts, times in longer.items():
+        assert 1 / times == pytest.approx(0.75, abs=0.03) and 0.2 < speculating.pays_from(drafts, times) < 0.3
+    ends = [(1 + drafts) / times for drafts, times in longer.items()]
+    assert [round(each, 2) for each in ends[:3]] == [1.55, 3.1, 6.0] and ends[3] > 6
+
+
+def test_nonsense_costs_a_quarter_and_next_to_nothing_with_care():
+    lesson.says(
+        "running them all costs a quarter of the speed, and being careful next to nothing",
+        "Where the text repeats, care costs a little or nothing",
+    )
+    every, careful = lesson.numbers(SPEEDS.format("story, temperature 0, nonsense"))
+    assert every == 0.75 and careful >= 0.98
+    for name in ("guest book", "sums"):
+        for temperature in ("0", "0.8"):
+            every, careful = lesson.numbers(SPEEDS.format(f"{name}, temperature {temperature}"))
+            assert 1 < 0.95 * every < careful <= every
+
+
+def test_an_estimate_that_divides_by_all_drafts_is_too_low():
+    rng = np.random.default_rng(0)
+    right = (rng.random((20_000, 7)) < 0.8).cumprod(axis=1).sum(axis=1)
+    tested = right + (right < 7)
+    assert right.mean() / 7 == pytest.approx(0.452, abs=0.01)
+    assert right.sum() / tested.sum() == pytest.approx(0.8, abs=0.01)
+    assert lesson.number(r"^accepted: predicted .*, computed ([\d.]+) of the drafts$") == 0.452
+
+
+def test_only_c_has_the_distribution_of_the_target():
+    lesson.says("C is right, and simple", "stays below 18.5 in 999 of 1,000 such tests")
+    found = {each: lesson.number(rf"^{each} .*chi-square +([\d,.]+)$") for each in ("exercise 4", *"ABCD")}
+    assert [name for name, distance in found.items() if distance < 18.5] == ["exercise 4", "C"]
+    assert min(found[each] for each in "ABD") > 1000, "far from what chance does"
+
+
+def test_18_5_is_the_limit_of_chance():
+    """The survival function of chi-square with 4 degrees of freedom: exp(-x / 2) (1 + x / 2)."""
+    assert np.exp(-18.5 / 2) * (1 + 18.5 / 2) == pytest.approx(0.001, rel=0.05)
+
+
+def test_how_often_each_rule_accepts():
+    lesson.says("0.65 in all", "at least $(1 - d)/(1 + d)$ of the time")
+    shared = lesson.number(r"^rejection sampling: +([\d.]+)$")
+    apart, by_sum, by_gumbel = (
+        lesson.number(rf"^agreement, {each}: +([\d.]+)$")
+        for each in ("numbers of their own", "one number, cumulative sums", "one number for each token")
+    )
+    assert apart < by_sum < by_gumbel < shared == 0.65
+    assert by_gumbel > (1 - 0.35) / (1 + 0.35)
+
+
+def test_gumbel_noise_agrees_as_often_as_the_formula_says():
+    p, q = np.array([0.40, 0.25, 0.20, 0.10, 0.05]), np.array([0.15, 0.30, 0.10, 0.35, 0.10])
+    noise = np.random.default_rng(0).gumbel(size=(40_000, 5))
+    same = ((np.log(p) + noise).argmax(1) == (np.log(q) + noise).argmax(1)).mean()
+    assert same == pytest.approx(lesson.number(r"^agreement, one number for each token: +([\d.]+)$"), abs=0.01)
+
+
+def test_a_full_batch_leaves_little_for_drafts():
+    lesson.says(
+        "Those of 1 and 8 requests begin at 0.74 and 0.91 for p = 0 and cross 1 at p = 0.26 and 0.09.",
+        "That of 64 requests begins at 0.42, crosses 1 at p = 0.6",
+        "Eight requests have even more to gain from drafts than one",
+        "a drafter that is right half of the time makes the server slower",
+    )
+    ms = speculating.crowded_ms()
+    longer = {requests: ms[8 * requests] / ms[requests] for requests in (1, 8, 64)}
+    assert [round(1 / each, 2) for each in longer.values()] == [0.74, 0.91, 0.42]
+    pays = [speculating.pays_from(7, each) for each in longer.values()]
+    assert [round(each, 2) for each in pays[:2]] == [0.26, 0.09] and 0.5 < pays[2] < 0.65
+    for requests, times in longer.items():
+        assert lesson.number(rf"^requests: +{requests}; ([\d.]+) times as long") == round(times, 2)
