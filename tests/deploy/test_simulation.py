@@ -18,47 +18,56 @@ from minillm.scheduler import Step
 DOCS = Path(__file__).parents[2] / "docs"
 SIZE = Size(blocks=800)
 REPLICAS = 4
+FEW = 16  # conversations
 
 
 @cache
-def talks(salts: int = 1):
-    return tuple(conversations(100, rate=400, pause=0.5, salts=salts))
+def talks(count: int = 100):
+    return tuple(conversations(count, rate=400, pause=0.5))
 
 
 @cache
-def best() -> float:
-    return run(talks(), 1, SIZE.times(REPLICAS)).hit_rate
+def best(count: int = 100) -> float:
+    return run(talks(count), 1, SIZE.times(REPLICAS)).hit_rate
 
 
 @cache
-def routed():
-    return run(talks(), REPLICAS, SIZE)
+def routed(count: int = 100):
+    return run(talks(count), REPLICAS, SIZE)
 
 
 def by_prefix(candidates):
     return sorted(candidates, key=lambda each: (-each.cached, each.load))
 
 
+def test_a_few_conversations_stay_where_they_began():
+    assert routed(FEW).hit_rate >= 0.85 * best(FEW) > 0.7
+    assert run(talks(FEW), REPLICAS, SIZE, by_load).hit_rate < 0.7 * best(FEW)
+
+
+@pytest.mark.proof
 def test_routing_keeps_the_hit_rate_of_one_large_cache_and_spreads_the_load():
     assert routed().hit_rate >= 0.92 * best() > 0.8
     assert routed().imbalance <= 1.25
 
 
+@pytest.mark.proof
 def test_neither_load_nor_prefix_alone_would_do():
     """So the trace can tell a good policy from others."""
     assert run(talks(), REPLICAS, SIZE, by_load).hit_rate < 0.6 * best()
     assert run(talks(), REPLICAS, SIZE, by_prefix).imbalance > 2
 
 
+@pytest.mark.proof
 def test_workers_that_tell_each_other_route_nearly_as_well_as_one():
     assert run(talks(), REPLICAS, SIZE, workers=4).hit_rate > 0.92 * best()
     assert run(talks(), REPLICAS, SIZE, workers=4, told=False).hit_rate < 0.8 * best()
 
 
 def test_every_answer_comes_and_every_token_is_counted():
-    asked = sum(len(talk.turns) for talk in talks())
-    answers = sum(len(turn.answer) for talk in talks() for turn in talk.turns)
-    found = routed()
+    asked = sum(len(talk.turns) for talk in talks(FEW))
+    answers = sum(len(turn.answer) for talk in talks(FEW) for turn in talk.turns)
+    found = routed(FEW)
     assert len(found.first_tokens) == asked and min(found.first_tokens) > 0
     # An answer's last token is not computed, unless the next turn repeats it.
     computed = found.prompt_tokens - found.cached_tokens + answers - asked
@@ -66,16 +75,12 @@ def test_every_answer_comes_and_every_token_is_counted():
 
 
 def test_a_run_is_the_same_every_time():
-    again = run(talks(), REPLICAS, SIZE, by_prefix_and_load)
-    assert (again.first_tokens, again.computed, again.held) == (
-        routed().first_tokens,
-        routed().computed,
-        routed().held,
-    )
+    again, first = run(talks(FEW), REPLICAS, SIZE, by_prefix_and_load), routed(FEW)
+    assert (again.first_tokens, again.computed, again.held) == (first.first_tokens, first.computed, first.held)
 
 
 def test_conversations_of_different_users_share_nothing():
-    apart = list(conversations(40, rate=400, pause=0.5, salts=1000))
+    apart = list(conversations(FEW, rate=400, pause=0.5, salts=1000))
     shared = [replace(talk, salt="") for talk in apart]
     rates = [run(each, 1, SIZE.times(REPLICAS)).hit_rate for each in (apart, shared)]
     assert rates[0] < rates[1] - 0.05
