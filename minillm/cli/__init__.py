@@ -147,6 +147,14 @@ def serve(
     replica_gpus: Annotated[
         float | None, typer.Option(help="The same of GPUs; 0.5 shares one.  [default: 1 if there are any]")
     ] = None,
+    of_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Settings of one model, as NAME:replicas=2,max_replicas=4,gpus=0.5,max_num_seqs=64; repeatable. "
+            "max_replicas: as many while more than waiting_tokens wait on each.",
+        ),
+    ] = None,
     ray_address: Annotated[str | None, typer.Option(help="A Ray cluster to join.  [default: start one here]")] = None,
     router: Annotated[
         str, typer.Option(help="What chooses a replica: prefix, load, or your function as MODULE:NAME.")
@@ -165,16 +173,15 @@ def serve(
         logs.unhurried()
     named = named_models([*([model] if model else []), *(model_option or [])])
     if len(named) > 1 or None not in named or replicas is not None:
-        from minillm.deploy.serving import ReplicatedModel, serve_replicas
+        from minillm.deploy.serving import serve_replicas
+        from minillm.deploy.settings import models_of
 
         if list_profiles:
             raise ConfigError("--list-profiles looks at one model, without --replicas")
         _, engine = split(options)
+        common = {"replicas": replicas or 1, "cpus": replica_cpus, "gpus": replica_gpus, "profile": profile}
         serve_replicas(
-            [
-                ReplicatedModel(name, each, replicas or 1, engine, replica_cpus, replica_gpus, profile)
-                for name, each in with_names(named, served_model_name).items()
-            ],
+            models_of(with_names(named, served_model_name), common | {"options": engine}, of_model or ()),
             host=host,
             port=port,
             ray_address=ray_address,
@@ -182,6 +189,8 @@ def serve(
             **{name: value for name, value in options.items() if name not in engine},
         )
         return
+    if of_model:
+        raise ConfigError("--set is for models that have replicas: add --replicas")
     (model,) = named.values()
     if list_profiles:
         from minillm.advice import profiles

@@ -1,8 +1,9 @@
-"""Let only those connect who know the server's secret: a challenge and a response in each direction.
+"""Let only those connect who know the replica's secret: a challenge and a response in each direction.
 
 Workers and replicas talk over TCP, so anything that reaches a replica's port can connect. Each end proves that it knows
 the secret by an HMAC over fresh random numbers of both ends, so a recorded exchange is of no use, and the secret is
-never sent. The replica's id is part of it: a port that has passed to another replica is not mistaken for the first one.
+never sent here: workers learn it from Ray. The replica's id is part of it: a port that has passed to another replica is
+not mistaken for the first one.
 
 What follows is neither encrypted nor signed. Use a network on which nobody else can read or change packets.
 """
@@ -11,6 +12,7 @@ import hmac
 import secrets
 import socket
 import time
+from typing import NamedTuple
 
 from minillm.errors import MinillmError
 
@@ -21,25 +23,34 @@ SECONDS = 10.0  # for the whole exchange
 IDLE, INTERVAL, PROBES = 5, 3, 3
 
 
+class Address(NamedTuple):
+    """Where a replica listens, and the secret that it drew: who reads it in Ray may connect."""
+
+    host: str
+    port: int
+    secret: str
+
+
 class Stranger(MinillmError):
     """The other end of a connection does not know the secret, or is not the replica that it should be."""
 
 
 def new_secret() -> str:
-    """Return a secret for one server, as text."""
+    """Return a secret for one replica, as text."""
     return secrets.token_hex(32)
 
 
-def connect(address: tuple[str, int], secret: str, replica: str) -> socket.socket:
+def connect(address: Address, replica: str) -> socket.socket:
     """Return a connection to a replica. Raises OSError, Stranger. Blocks."""
     until = time.monotonic() + SECONDS
-    sock = socket.create_connection(address, SECONDS)
+    secret = address.secret
+    sock = socket.create_connection(address[:2], SECONDS)
     try:
         theirs = _receive(sock, len(MAGIC) + NONCE, until).removeprefix(MAGIC)
         ours = secrets.token_bytes(NONCE)
         sock.sendall(ours + _proof(secret, b"worker", replica, theirs, ours))
         if not hmac.compare_digest(_receive(sock, PROOF, until), _proof(secret, b"replica", replica, theirs, ours)):
-            raise Stranger(f"what listens at {address[0]}:{address[1]} is not replica {replica} of this server")
+            raise Stranger(f"what listens at {address.host}:{address.port} is not replica {replica}")
         return _prepared(sock)
     except BaseException:
         sock.close()
@@ -47,7 +58,7 @@ def connect(address: tuple[str, int], secret: str, replica: str) -> socket.socke
 
 
 def accept(sock: socket.socket, secret: str, replica: str) -> socket.socket:
-    """Return a connection once its other end has proved to be a worker of this server; close it if it has not.
+    """Return a connection once its other end has proved that it knows the secret; close it if it has not.
 
     Raises OSError, Stranger. Blocks.
     """
@@ -58,7 +69,7 @@ def accept(sock: socket.socket, secret: str, replica: str) -> socket.socket:
         sock.sendall(MAGIC + ours)
         theirs = _receive(sock, NONCE, until)
         if not hmac.compare_digest(_receive(sock, PROOF, until), _proof(secret, b"worker", replica, ours, theirs)):
-            raise Stranger("a connection was refused: its other end does not know this server's secret")
+            raise Stranger("a connection was refused: its other end does not know this replica's secret")
         sock.sendall(_proof(secret, b"replica", replica, ours, theirs))
         return _prepared(sock)
     except BaseException:

@@ -7,6 +7,7 @@ is required. Call `head.environment` before it is imported: Ray reads the enviro
 import logging
 import re
 import socket
+import warnings
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,16 +24,22 @@ from ray._raylet import (
     RUNTIME_ENV_AGENT_PORT_NAME,
     persist_port,
 )
-from ray.serve.config import RequestRouterConfig
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from minillm.errors import ConfigError
 from minillm.server.ledger import Families
 
 from . import replicas as replicas_module
+from . import scaling
+from .handshake import Address
+from .ingress import Ingress
 from .places import Reserve
 from .replica import ENGINE, EngineDoor, ReplicaFailed
 from .replicas import Listed
+from .scaling import Load
 
 VERSION = "2.60."
 DEPLOYMENT = "replica"
@@ -55,12 +62,15 @@ if not ray.__version__.startswith(VERSION):
 class Placement:
     """A model's replicas. name: the model's for clients. options: of its engine's process, packed.
 
-    cpus, gpus: what Ray reserves for a replica; a GPU can be shared. engine: the module that its process runs.
+    most: if there are more of them while many tokens wait; tokens: how many may wait on each. cpus, gpus: what Ray
+    reserves for a replica; a GPU can be shared. engine: the module that its process runs.
     """
 
     name: str
     options: str
     replicas: int
+    most: int | None
+    tokens: float
     cpus: float
     gpus: float
     hang_timeout: float
@@ -76,11 +86,10 @@ class Placement:
 class Replica:
     """What Ray starts, watches and replaces: a process that owns an engine's, and never imports torch."""
 
-    def __init__(self, placement: Placement, secret: str):
+    def __init__(self, placement: Placement):
         self.name = serve.get_replica_context().replica_id.unique_id
         self.door = EngineDoor(
             placement.options,
-            secret,
             self.name,
             ray.util.get_node_ip_address(),
             engine=placement.engine,
@@ -90,8 +99,7 @@ class Replica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return what workers need to connect."""
-        host, port = self.door.address
-        return {"host": host, "port": port}
+        return self.door.address._asdict()
 
     def check_health(self) -> None:
         """Raise if the engine has ended or is stuck; then Ray replaces this replica."""
@@ -100,6 +108,11 @@ class Replica:
     def counted(self) -> tuple[str, Families]:
         """Return this replica's name and what its engine has counted."""
         return self.name, self.door.counted
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what decides how many replicas there are."""
+        stats = self.door.stats
+        return dict(Load.of(stats, int(stats["rows"]))._asdict()) if stats else {}
 
     def __del__(self) -> None:
         """End the engine: Ray calls this when the replica has no requests any more, or its grace period is over."""
@@ -128,9 +141,9 @@ class NamedRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        if (listener := replicas_module.LISTENERS.get(self.app_name)) is not None:
-            known = {each.replica_id.unique_id: each.replica_metadata for each in replicas}
-            listener({name: (found["host"], found["port"]) for name, found in known.items()})
+        deployment = self._deployment_id
+        if (listener := replicas_module.LISTENERS.get((deployment.app_name, deployment.name))) is not None:
+            listener({each.replica_id.unique_id: Address(**each.replica_metadata) for each in replicas})
 
 
 class _Head(Node):
@@ -176,27 +189,48 @@ def resources() -> Mapping[str, float]:
     return ray.cluster_resources()
 
 
-def deploy(placements: Sequence[Placement], secret: str) -> None:
+def bound(placement: Placement, name: str = DEPLOYMENT) -> Application:
+    """Return a model's replicas as a deployment of this name, which is to be run."""
+    bundle = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
+    router = RequestRouterConfig(request_router_class=f"{NamedRouter.__module__}.{NamedRouter.__name__}")
+    number: dict[str, Any] = {"num_replicas": placement.replicas}
+    if placement.most is not None:
+        number = {"autoscaling_config": _autoscaling(placement.replicas, placement.most, placement.tokens)}
+    return serve.deployment(
+        Replica,
+        name=name,
+        **number,
+        max_ongoing_requests=NO_LIMIT,
+        ray_actor_options={"num_cpus": placement.cpus, "num_gpus": placement.gpus},
+        placement_group_bundles=[bundle],
+        request_router_config=router,
+        health_check_period_s=HEALTH_PERIOD,
+        graceful_shutdown_timeout_s=placement.shutdown_grace,
+        max_constructor_retry_count=ATTEMPTS,
+    ).bind(placement)
+
+
+def _autoscaling(least: int, most: int, tokens: float) -> AutoscalingConfig:
+    policy = AutoscalingPolicy(
+        policy_function=f"{scaling.__name__}:{scaling.ByTokens.__name__}", policy_kwargs={"target": tokens}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the interval, whose successor is for all of a cluster
+        return AutoscalingConfig(
+            min_replicas=least,
+            max_replicas=most,
+            metrics_interval_s=scaling.EVERY,
+            look_back_period_s=scaling.LOOK_BACK,
+            upscale_delay_s=scaling.UP,
+            downscale_delay_s=scaling.DOWN,
+            policy=policy,
+        )
+
+
+def deploy(placements: Sequence[Placement]) -> None:
     """Start the replicas of all models, and wait until they run. Raises ReplicaFailed, which says why."""
     serve.start(proxy_location="Disabled")
-    targets = []
-    for each in placements:
-        bundle = {"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {})
-        deployment = serve.deployment(
-            Replica,
-            name=DEPLOYMENT,
-            num_replicas=each.replicas,
-            max_ongoing_requests=NO_LIMIT,
-            ray_actor_options={"num_cpus": each.cpus, "num_gpus": each.gpus},
-            placement_group_bundles=[bundle],
-            request_router_config=RequestRouterConfig(
-                request_router_class=f"{NamedRouter.__module__}.{NamedRouter.__name__}"
-            ),
-            health_check_period_s=HEALTH_PERIOD,
-            graceful_shutdown_timeout_s=each.shutdown_grace,
-            max_constructor_retry_count=ATTEMPTS,
-        )
-        targets.append(serve.RunTarget(deployment.bind(each, secret), name=each.application, route_prefix=None))
+    targets = [serve.RunTarget(bound(each), name=each.application, route_prefix=None) for each in placements]
     try:
         serve.run_many(targets)
     except RuntimeError as error:
@@ -216,10 +250,15 @@ def remove(placements: Sequence[Placement]) -> None:
         serve.delete(each.application)
 
 
-def reserver(application: str, listed: Listed) -> Reserve:
-    """Return what reserves places on an application's replicas. listed: called with their addresses, on any thread."""
-    replicas_module.LISTENERS[application] = listed
-    handle = serve.get_deployment_handle(DEPLOYMENT, application).options(stream=False)  # begins to listen, too
+def handle_of(application: str) -> DeploymentHandle:
+    """Return what reaches the replicas of an application that `deploy` has started."""
+    return serve.get_deployment_handle(DEPLOYMENT, application)
+
+
+def reserver(handle: DeploymentHandle, listed: Listed) -> Reserve:
+    """Return what reserves places on a model's replicas. listed: called with their addresses, on any thread."""
+    replicas_module.LISTENERS[handle.app_name, handle.deployment_name] = listed
+    handle = handle.options(stream=False)  # begins to listen, too
 
     @asynccontextmanager
     async def reserve(name: str) -> AsyncIterator[str]:
@@ -230,11 +269,42 @@ def reserver(application: str, listed: Listed) -> Reserve:
 
 
 class Counts:
-    """Asks all replicas of an application what their engines have counted."""
+    """Asks all replicas of a model what their engines have counted."""
 
-    def __init__(self, application: str):
-        self._handle = serve.get_deployment_handle(DEPLOYMENT, application)
+    def __init__(self, handle: DeploymentHandle):
+        self._handle = handle
 
     def __call__(self, seconds: float) -> dict[str, Families]:
         """Return it by replica. Raises an error if one of them does not answer in time."""
         return dict(self._handle.broadcast("counted").results(timeout_s=seconds))
+
+
+class Front:
+    """What Ray starts to take HTTP from its proxy. The other arguments are those of `Ingress`."""
+
+    async def __init__(self, router: str, host: str, *replicas: DeploymentHandle):  # type: ignore[misc]  # Ray awaits it
+        self._ingress = Ingress(router, host, list(replicas))
+        self._app = await self._ingress.app()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the application that Ray sends requests to."""
+        return self._app
+
+    def __del__(self) -> None:
+        """Disconnect from the replicas."""
+        if hasattr(self, "_ingress"):
+            self._ingress.close()
+
+
+def with_ingress(placements: Sequence[Placement], workers: int, router: str, host: str, grace: float) -> Application:
+    """Return an application of all models, behind Ray's proxy. The other arguments are those of `Ingress`."""
+    replicas = [bound(each, f"{DEPLOYMENT}-{each.name.replace('/', '-')}") for each in placements]
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name="front",
+        num_replicas=workers,
+        max_ongoing_requests=NO_LIMIT,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_timeout_s=grace,
+    )
+    return front.bind(router, host, *replicas)

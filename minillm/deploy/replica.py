@@ -15,7 +15,7 @@ from minillm.server.control import Child
 from minillm.server.ledger import Families
 
 from . import handshake
-from .handshake import Stranger
+from .handshake import Address, Stranger
 
 log = logging.getLogger(__name__)
 ENGINE = "minillm.server.engine_side.engine_process"
@@ -30,14 +30,13 @@ class ReplicaFailed(MinillmError, RuntimeError):
 class EngineDoor:
     """Owns an engine's process, and accepts connections to it at `address`.
 
-    options: what `engine_process.run` takes, packed. host: the address to listen on. replica: this one's id. engine:
-    the module that is run. hang_timeout, load_timeout: seconds; see `ServerConfig`.
+    options: what `engine_process.run` takes, packed. host: where to listen. replica: this one's id. engine: the module
+    that is run. hang_timeout, load_timeout: seconds; see `ServerConfig`.
     """
 
     def __init__(
         self,
         options: str,
-        secret: str,
         replica: str,
         host: str,
         *,
@@ -46,7 +45,8 @@ class EngineDoor:
         load_timeout: float = 1800.0,
     ):
         self.replica, self.counted = replica, Families()
-        self._secret, self._hang_timeout = secret, hang_timeout
+        self.stats: dict[str, float] = {}  # the engine's numbers, and its rows
+        self._hang_timeout = hang_timeout
         self._why: str | None = None  # the engine's error
         self._working = 0.0  # seconds that it had been in the same step at its last report
         self._heard = time.monotonic()
@@ -61,7 +61,7 @@ class EngineDoor:
                 self._why or ("the engine's process ended while loading" if self._ready.is_set() else why)
             )
         self._listener = socket.create_server((host, 0), backlog=128)
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self.address = Address(host, self._listener.getsockname()[1], handshake.new_secret())
         threading.Thread(target=self._accept, name="minillm-door", daemon=True).start()
 
     def check(self) -> None:
@@ -86,7 +86,7 @@ class EngineDoor:
 
     def _told(self, message: dict) -> None:
         self._heard, self._working = time.monotonic(), message.get("working", 0.0)
-        self.counted = message.get("counted", self.counted)
+        self.counted, self.stats = message.get("counted", self.counted), message.get("stats", self.stats)
         if message["op"] == "failed":
             self._why = message["why"]
         elif message["op"] == "ready":
@@ -113,7 +113,7 @@ class EngineDoor:
     def _let_in(self, sock: socket.socket) -> None:
         """Hand a connection to the engine's process, if its other end knows the secret."""
         try:
-            with handshake.accept(sock, self._secret, self.replica) as worker:
+            with handshake.accept(sock, self.address.secret, self.replica) as worker:
                 self._child.control.send({"op": "worker"}, worker)
         except Stranger as error:
             log.warning("%s", error)

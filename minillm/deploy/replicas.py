@@ -45,7 +45,7 @@ from minillm.server.worker.link import EngineClient, EngineError, EngineGone, Re
 from minillm.tokenizer import Tokenizer
 
 from . import handshake
-from .handshake import Stranger
+from .handshake import Address, Stranger
 from .places import HeldPlaces, Reserve
 from .router import Policy, Routed, Router, by_prefix_and_load
 
@@ -59,8 +59,8 @@ RETRY_AFTER = 5  # seconds, for clients, while no replica runs
 RUN_OR_WAIT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 Answer = TypeVar("Answer")
-Listed = Callable[[dict[str, tuple[str, int]]], object]  # is told the addresses of all replicas
-LISTENERS: dict[str, Listed] = {}  # by Ray's application
+Listed = Callable[[dict[str, Address]], object]  # is told the addresses of all replicas
+LISTENERS: dict[tuple[str, str], Listed] = {}  # by Ray's application and deployment
 
 
 @dataclass(eq=False)
@@ -121,23 +121,22 @@ class _Replica(RemoteEngine):
 class ReplicatedEngine(EngineClient):
     """A `ServedEngine` over replicas, which come and go. `connected` is done once one of them is connected.
 
-    reserve: see `places`. secret: that of the server's connections. policy: see `router`. moved: called with the number
-    of choices that go on elsewhere. tell: called with what the other workers should `learn`.
+    reserve: see `places`. policy: see `router`. moved: called with the number of choices that go on elsewhere. tell:
+    called with what the other workers should `learn`.
     """
 
     def __init__(
         self,
         reserve: Reserve,
-        secret: str,
         policy: Policy = by_prefix_and_load,
         moved: Callable[[int], object] = lambda choices: None,
         tell: Callable[[dict[str, Any]], object] = lambda what: None,
     ):
         super().__init__()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._secret, self._policy, self._moved, self._tell = secret, policy, moved, tell
+        self._policy, self._moved, self._tell = policy, moved, tell
         self._places = HeldPlaces(reserve, self._avoid)
-        self._listed: dict[str, tuple[str, int]] = {}
+        self._listed: dict[str, Address] = {}
         self._replicas: dict[str, _Replica] = {}  # those that are connected
         self._reaching: dict[str, asyncio.Task] = {}
         self._requests: dict[int, _Request] = {}  # by the keys of their choices
@@ -152,7 +151,7 @@ class ReplicatedEngine(EngineClient):
     def alive(self) -> bool:
         return bool(self._replicas)
 
-    def listed(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+    def listed(self, addresses: Mapping[str, Address]) -> None:
         """Take note of all replicas that accept requests now, and connect to the new ones."""
         self._listed = dict(addresses)
         self._places.listed(addresses)
@@ -178,7 +177,7 @@ class ReplicatedEngine(EngineClient):
         delay = RETRY
         while name in self._listed:
             try:
-                sock = await asyncio.to_thread(handshake.connect, self._listed[name], self._secret, name)
+                sock = await asyncio.to_thread(handshake.connect, self._listed[name], name)
             except (OSError, Stranger) as error:
                 log.info("replica %s cannot be reached: %s", name, error)
                 await asyncio.sleep(delay)

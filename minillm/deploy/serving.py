@@ -26,9 +26,9 @@ from minillm.server.serving import announce, check_server, listening, terminate_
 from minillm.server.supervisor.fleet import ServerFailed, Workers
 
 from . import head
-from .handshake import new_secret
 from .policies import find_policy
 from .replica import ReplicaFailed
+from .scaling import WAITING
 
 if TYPE_CHECKING:  # it imports Ray
     from .ray_serve import Placement
@@ -44,7 +44,8 @@ class ReplicatedModel:
 
     name: for clients. model: as for `serve`. options: the engine's. cpus: what Ray reserves for a replica. gpus: the
     same; a share of one, such as 0.5, also divides its memory; None: one if the cluster has GPUs. profile: as for
-    `serve`.
+    `serve`. max_replicas: how many there may be while tokens wait; None: `replicas`. waiting_tokens: how many may wait
+    on each before there are more.
     """
 
     name: str
@@ -54,6 +55,8 @@ class ReplicatedModel:
     cpus: float = 1.0
     gpus: float | None = None
     profile: str | None = None
+    max_replicas: int | None = None
+    waiting_tokens: float = WAITING
 
 
 def serve_replicas(
@@ -118,7 +121,7 @@ def running_replicas(
     config, rest = split(cast(ServerOptions, options))
     if rest:
         raise ConfigError(f"{', '.join(rest)}: the engines' options belong to the models")
-    _check(models, config, router)
+    check(models, config, router)
     with ExitStack() as stack:
         stack.enter_context(terminate_as_interrupt())
         listener = stack.enter_context(listening(host, port))
@@ -126,15 +129,13 @@ def running_replicas(
         stack.enter_context(terminate_as_interrupt())  # again: Ray has changed it
         from . import ray_serve
 
-        secret = new_secret()
-        placements = [_placement(each, config, engine) for each in models]
+        placements = [placement(each, config, engine) for each in models]
         try:
-            ray_serve.deploy(placements, secret)
+            ray_serve.deploy(placements)
         except ReplicaFailed as error:
             raise ServerFailed(f"the replicas could not be started: {error}") from None
         given = {
             "address": address,
-            "secret": secret,
             "policy": router,
             "applications": {each.name: each.application for each in placements},
         }
@@ -165,31 +166,34 @@ class _Reports:
     """Asks the replicas again and again what they have counted, for the ledger. Counts of those that ended are kept."""
 
     def __init__(self, placements: "Sequence[Placement]", workers: Workers):
-        from .ray_serve import Counts
+        from .ray_serve import Counts, handle_of
 
         self.over = threading.Event()
-        self._counts = [Counts(each.application) for each in placements]
-        self._total = sum(each.replicas for each in placements)
-        self._known: dict[str, Families] = {}
+        self._counts = [Counts(handle_of(each.application)) for each in placements]
+        # How many replicas a model has; None: as many as Ray finds right.
+        self._fixed = [each.replicas if each.most is None else None for each in placements]
+        self._known = [dict[str, Families]() for _ in placements]
         self._workers, self._restarts = workers, 0
-        workers.ledger.engine = lambda: summed(*self._known.values())
+        workers.ledger.engine = lambda: summed(*(each for known in self._known for each in known.values()))
         threading.Thread(target=self._work, name="minillm-reports", daemon=True).start()
 
     def _work(self) -> None:
         while not self.over.wait(BEAT):
-            for counts in self._counts:
+            for counts, known in zip(self._counts, self._known, strict=True):
                 try:
                     found = counts(5 * BEAT)
                 except Exception as error:  # a replica has just ended, for example
                     log.debug("a replica did not report: %s", error)
                     continue
-                self._known = self._known | found
-            while len(self._known) - self._total > self._restarts:
+                known.update(found)
+            pairs = zip(self._known, self._fixed, strict=True)
+            ended = sum(max(len(known) - fixed, 0) for known, fixed in pairs if fixed is not None)
+            while ended > self._restarts:
                 self._restarts += 1
                 self._workers.ledger.restarted("engine")
 
 
-def _check(models: Sequence[ReplicatedModel], config: ServerConfig, router: str) -> None:
+def check(models: Sequence[ReplicatedModel], config: ServerConfig, router: str) -> None:
     """Check what can be checked before anything starts. Raises ConfigError, MissingPackage."""
     check_server(config)
     find_policy(router)
@@ -199,6 +203,10 @@ def _check(models: Sequence[ReplicatedModel], config: ServerConfig, router: str)
     for each in models:
         if each.replicas < 1:
             raise ConfigError(f"replicas must be a whole number from 1, not {each.replicas!r}")
+        if each.max_replicas is not None and each.max_replicas < each.replicas:
+            raise ConfigError(f"max_replicas must be at least replicas ({each.replicas}), not {each.max_replicas!r}")
+        if not each.waiting_tokens > 0:
+            raise ConfigError(f"waiting_tokens must be above 0, not {each.waiting_tokens!r}")
     if importlib.util.find_spec("ray") is None:
         raise MissingPackage(f"replicas need ray, which is not installed: {how_to_install('minillm[ray]')}")
 
@@ -258,7 +266,8 @@ def _joined(address: str) -> Iterator[None]:
         ray_serve.leave()
 
 
-def _placement(model: ReplicatedModel, config: ServerConfig, engine: str | None) -> "Placement":
+def placement(model: ReplicatedModel, config: ServerConfig, engine: str | None = None) -> "Placement":
+    """Return what Ray is told of a model's replicas, which have the server's options `config`."""
     from minillm.server.engine_side.engine_process import packed
 
     from . import ray_serve
@@ -272,6 +281,8 @@ def _placement(model: ReplicatedModel, config: ServerConfig, engine: str | None)
         model.name,
         packed(given),
         model.replicas,
+        model.max_replicas,
+        model.waiting_tokens,
         model.cpus,
         gpus,
         config.hang_timeout,

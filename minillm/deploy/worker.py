@@ -13,6 +13,7 @@ from minillm.server.control import Control
 from minillm.server.shares import Shares
 from minillm.server.worker.worker import Front, run
 
+from .handshake import Address
 from .policies import find_policy
 from .replicas import ReplicatedEngine
 
@@ -29,13 +30,12 @@ async def work(given: dict[str, Any], owner: Control, shares: tuple[Shares, int]
 
     for name, application in given["applications"].items():
 
-        def listed(addresses: dict[str, tuple[str, int]], name: str = name) -> None:
+        def listed(addresses: dict[str, Address], name: str = name) -> None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(lambda: engines[name].listed(addresses))
 
         engines[name] = ReplicatedEngine(
-            ray_serve.reserver(application, listed),
-            given["secret"],
+            ray_serve.reserver(ray_serve.handle_of(application), listed),
             find_policy(given["policy"]),
             lambda choices: owner.send({"op": "moved", "choices": choices}),
             **({"tell": partial(tell, name)} if shares is not None else {}),

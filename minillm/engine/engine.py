@@ -288,11 +288,12 @@ class Engine:
         return bool(self.tracked or self.in_flight)
 
     def stats(self) -> dict[str, int]:
-        """Counts of requests (running, waiting), blocks (total, available, cached) and events so far."""
+        """Counts of requests (running, waiting), prompt tokens that wait, blocks (total, available, cached), events."""
         scheduler = self.scheduler
         return {
             "running": len(scheduler.order),
             "waiting": len(scheduler.waiting),
+            "waiting_tokens": sum(len(request.prompt) for request in tuple(scheduler.waiting)),
             "blocks": scheduler.pool.num_blocks,
             "blocks_available": scheduler.pool.available,
             "blocks_cached": scheduler.pool.cached,

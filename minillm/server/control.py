@@ -29,7 +29,7 @@ From the engine's process:
     ready       model: its name for clients; counted: metric families; it is loaded
     failed      why: the error that ends it
     beat        working: seconds that it has been busy with the same step; 0 if it waits for requests; counted: metric
-                families
+                families; stats: the engine's numbers, and its rows
 """
 
 import base64

@@ -12,8 +12,6 @@ from minillm.server.engine_side.hub import Hub
 from minillm.server.worker.choice import Prompt
 from tests.waiting import async_wait_until
 
-SECRET = handshake.new_secret()
-
 
 class LocalReplica:
     """A hub of an engine, and the port that leads to it."""
@@ -21,7 +19,7 @@ class LocalReplica:
     def __init__(self, engine, name: str, **options):
         self.name, self.hub = name, Hub(engine, "m", ServerConfig(log_level="critical", **options))
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self._listener.getsockname()
+        self.address = handshake.Address(*self._listener.getsockname(), handshake.new_secret())
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
@@ -29,7 +27,7 @@ class LocalReplica:
             while True:
                 sock, _ = self._listener.accept()
                 with suppress(OSError, handshake.Stranger):
-                    self.hub.connect(handshake.accept(sock, SECRET, self.name))
+                    self.hub.connect(handshake.accept(sock, self.address.secret, self.name))
 
     def kill(self):
         """End the replica as if its process were killed: its connections and its port close."""
@@ -75,7 +73,7 @@ def local_replicas(engine, count: int = 2, **options):
 @asynccontextmanager
 async def connected(ray: LocalRay, **options):
     """An engine of all replicas, once it is connected to each of them; options: arguments of `ReplicatedEngine`."""
-    replicated = ReplicatedEngine(ray.reserve, SECRET, **options)
+    replicated = ReplicatedEngine(ray.reserve, **options)
     replicated.listed(ray.addresses)
     await async_wait_until(lambda: len(replicated._replicas) == len(ray.replicas))
     try:

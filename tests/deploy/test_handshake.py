@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from minillm.deploy import handshake
-from minillm.deploy.handshake import MAGIC, NONCE, Stranger
+from minillm.deploy.handshake import MAGIC, NONCE, Address, Stranger
 from tests.waiting import TIMEOUT
 
 SECRET, OTHER = handshake.new_secret(), handshake.new_secret()
@@ -29,7 +29,8 @@ def met():
     def meet(worker, replica):
         with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
             theirs = pool.submit(lambda: outcome(handshake.accept, listener.accept()[0], *replica))
-            ours = outcome(handshake.connect, listener.getsockname(), *worker)
+            secret, name = worker
+            ours = outcome(handshake.connect, Address(*listener.getsockname(), secret), name)
             opened.extend(each for each in (ours, theirs.result(TIMEOUT)) if isinstance(each, socket.socket))
             return ours, theirs.result()
 
@@ -81,8 +82,8 @@ def test_a_replica_that_does_not_know_the_secret_is_noticed():
         receive(sock, 2 * NONCE)
         sock.sendall(bytes(NONCE))
 
-    with pytest.raises(Stranger, match="is not replica a of this server"):
-        handshake.connect(replica_of(script), SECRET, "a")
+    with pytest.raises(Stranger, match="is not replica a"):
+        handshake.connect(Address(*replica_of(script), SECRET), "a")
 
 
 def test_a_workers_own_proof_is_no_proof_of_the_replica():
@@ -91,7 +92,7 @@ def test_a_workers_own_proof_is_no_proof_of_the_replica():
         sock.sendall(receive(sock, 2 * NONCE)[NONCE:])
 
     with pytest.raises(Stranger):
-        handshake.connect(replica_of(script), SECRET, "a")
+        handshake.connect(Address(*replica_of(script), SECRET), "a")
 
 
 def test_a_recorded_exchange_does_not_let_anybody_in():

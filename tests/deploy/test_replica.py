@@ -10,6 +10,7 @@ import pytest
 
 from minillm.deploy import handshake
 from minillm.deploy.replica import AT_ONCE, EngineDoor, ReplicaFailed
+from minillm.deploy.scaling import Load
 from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
 from minillm.server.engine_side.engine_process import packed
@@ -18,7 +19,6 @@ from minillm.server.worker.link import RemoteEngine
 from tests.waiting import TIMEOUT, wait_until
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
-SECRET = handshake.new_secret()
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
@@ -30,14 +30,14 @@ def options(model, **more):
 
 @pytest.fixture(scope="module")
 def door(model_directory):
-    door = EngineDoor(options(model_directory), SECRET, "a", "127.0.0.1")
+    door = EngineDoor(options(model_directory), "a", "127.0.0.1")
     yield door
     door.close()
 
 
 def generate(door):
     async def work():
-        sock = handshake.connect(door.address, SECRET, "a")
+        sock = handshake.connect(door.address, "a")
         sock.setblocking(False)
         engine = RemoteEngine()
         await engine.connect(sock)
@@ -56,6 +56,8 @@ def test_a_worker_that_knows_the_secret_talks_to_the_engines_process(door, engin
     assert tokens == asyncio.run(engine.generate([5, 6, 7], GREEDY)).token_ids
     door.check()
     wait_until(lambda: any(family[0] == "minillm_generated_tokens" for family in door.counted))
+    wait_until(lambda: door.stats)
+    assert Load.of(door.stats, door.stats["rows"]) == Load(0, 0, 0)
 
 
 def test_it_listens_only_where_it_is_told(door):
@@ -63,9 +65,9 @@ def test_it_listens_only_where_it_is_told(door):
 
 
 def test_strangers_neither_get_in_nor_keep_others_out(door):
-    silent = [socket.create_connection(door.address) for _ in range(AT_ONCE - 1)]
+    silent = [socket.create_connection(door.address[:2]) for _ in range(AT_ONCE - 1)]
     with pytest.raises((OSError, handshake.Stranger)):
-        handshake.connect(door.address, handshake.new_secret(), "a")
+        handshake.connect(door.address._replace(secret=handshake.new_secret()), "a")
     assert generate(door)[1]
     for each in silent:
         each.close()
@@ -74,7 +76,7 @@ def test_strangers_neither_get_in_nor_keep_others_out(door):
 
 def test_more_strangers_than_that_have_to_leave_in_time(door, monkeypatch):
     monkeypatch.setattr(handshake, "SECONDS", 0.2)
-    silent = [socket.create_connection(door.address) for _ in range(2 * AT_ONCE)]
+    silent = [socket.create_connection(door.address[:2]) for _ in range(2 * AT_ONCE)]
 
     def let_in():
         with suppress(OSError):  # not in time: as workers do, it tries again
@@ -87,11 +89,11 @@ def test_more_strangers_than_that_have_to_leave_in_time(door, monkeypatch):
 
 def test_an_engine_that_cannot_load_says_why(model_directory):
     with pytest.raises(ReplicaFailed, match="max_num_seqs"):
-        EngineDoor(options(model_directory, max_num_seqs=0), SECRET, "a", "127.0.0.1")
+        EngineDoor(options(model_directory, max_num_seqs=0), "a", "127.0.0.1")
 
 
 def test_an_engine_that_is_stuck_or_has_ended_is_noticed(model_directory):
-    door = EngineDoor(options(model_directory), SECRET, "a", "127.0.0.1", hang_timeout=30)
+    door = EngineDoor(options(model_directory), "a", "127.0.0.1", hang_timeout=30)
     door.check()
     door._heard -= 31
     with pytest.raises(ReplicaFailed, match="has been stuck for 3"):
@@ -99,7 +101,7 @@ def test_an_engine_that_is_stuck_or_has_ended_is_noticed(model_directory):
     door._told({"op": "beat", "working": 31.0, "counted": []})
     with pytest.raises(ReplicaFailed, match="stuck for 31 s"):
         door.check()
-    sock = handshake.connect(door.address, SECRET, "a")
+    sock = handshake.connect(door.address, "a")
     os.kill(door._child.process.pid, signal.SIGKILL)
     with sock:
         while sock.recv(1 << 16):  # after its first message, the connection ends
@@ -109,4 +111,4 @@ def test_an_engine_that_is_stuck_or_has_ended_is_noticed(model_directory):
         door.check()
     door.close()
     with pytest.raises(OSError):
-        socket.create_connection(door.address).close()
+        socket.create_connection(door.address[:2]).close()

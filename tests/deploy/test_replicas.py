@@ -11,7 +11,7 @@ from minillm.request import RequestOptions, SamplingParams
 from minillm.server.wire import Alive, Gauges, State
 from minillm.server.worker.choice import Prompt
 from minillm.server.worker.link import Busy, EngineError, EngineGone
-from tests.deploy.stand_ins import SECRET, LocalReplica, collect, connected, homes, local_replicas
+from tests.deploy.stand_ins import LocalReplica, collect, connected, homes, local_replicas
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -554,7 +554,3 @@ def test_a_shutdown_ends_what_runs(engine):
                 await collect(replicated, [PROMPT], GREEDY)
 
     run(engine, work)
-
-
-def test_the_secret_is_the_servers():
-    assert len(SECRET) == 64

@@ -78,7 +78,8 @@ def _watch(owner: Control, llm: "AsyncLLM", hub: "Hub", stop: threading.Event) -
     """Report to the owner until it says stop. Exits if the engine has failed."""
     lost: str | None = None
     while not stop.wait(BEAT):
-        owner.send({"op": "beat", "working": llm.working, "counted": hub.counted()})
+        stats = llm.stats() | {"rows": llm.config.max_num_seqs}
+        owner.send({"op": "beat", "working": llm.working, "counted": hub.counted(), "stats": stats})
         why = None
         if not (llm.alive and hub.alive):
             why = "the engine's thread has ended" if hub.alive else "the thread that serves the workers has ended"
