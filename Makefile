@@ -74,7 +74,7 @@ check: lint types
 test: $(READY) $(RAY)
 	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env -m 'not proof' $(PYTEST)
 
-proofs: $(READY)
+proofs: $(READY) $(RAY)
 	PYTHONHASHSEED=0 $(IN_PARALLEL) --nbval --nbval-current-env $(call marked,proof) notebooks -m proof $(PYTEST)
 
 explore: $(READY)

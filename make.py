@@ -47,7 +47,7 @@ def setup(torch_index: str | None = None) -> list[Command]:
 
 
 def setup_ray() -> list[Command]:
-    """What `test` needs in addition."""
+    """What `test` and `proofs` need in addition."""
     return [({}, [PYTHON, "-m", "pip", "install", "--quiet", "--constraint", LOCK, "--requirement", RAY_LOCK])]
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     stamps: dict[Path, list[Command]] = {}
     if not is_newer(STAMP, ROOT / LOCK, ROOT / "pyproject.toml"):
         stamps[STAMP] = setup(given.torch_index)
-    if given.target == "test" and (stamps or not is_newer(RAY_STAMP, ROOT / RAY_LOCK, STAMP)):
+    if given.target in ("test", "proofs") and (stamps or not is_newer(RAY_STAMP, ROOT / RAY_LOCK, STAMP)):
         stamps[RAY_STAMP] = setup_ray()
     todo = [command for each in stamps.values() for command in each]
     if given.dry_run:

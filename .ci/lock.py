@@ -29,7 +29,7 @@ HEADER = """\
 
 
 RAY_HEADER = """\
-# What the extra `ray` adds to requirements.lock, written by `make lock`. Only `make test` installs it.
+# What the extra `ray` adds to requirements.lock, written by `make lock`. Only `make test` and `make proofs` install it.
 """
 
 

@@ -146,7 +146,7 @@ class NamedRouter(RequestRouter):
             listener({each.replica_id.unique_id: Address(**each.replica_metadata) for each in replicas})
 
 
-class _Head(Node):
+class PatientNode(Node):
     """A node that says itself at which ports its agents are.
 
     Ray's main process gives up if they have not said so within 15 s, which importing them may take on a busy machine.
@@ -158,18 +158,23 @@ class _Head(Node):
         super().start_ray_processes()
 
 
+def agent_ports() -> dict[str, int]:
+    """Return free ports for the agents of a node, by the parameters that choose them."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in AGENTS]
+    ports = {name: each.getsockname()[1] for name, each in zip(AGENTS.values(), held, strict=True)}
+    for each in held:
+        each.close()
+    return ports
+
+
 def start_head(cpus: int, folder: str) -> Node:
     """Start a Ray cluster of this machine, which ends with this process. It has no dashboard and no autoscaler.
 
     cpus: those that replicas can use. folder: for its logs and sockets.
     """
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in AGENTS]
-    ports = {name: each.getsockname()[1] for name, each in zip(AGENTS.values(), held, strict=True)}
-    for each in held:
-        each.close()
-    given = {"num_cpus": cpus, "temp_dir": folder, "gcs_server_port": 0} | ports
+    given = {"num_cpus": cpus, "temp_dir": folder, "gcs_server_port": 0} | agent_ports()
     parameters = RayParams(include_dashboard=False, no_monitor=True, include_log_monitor=False, **given)
-    return _Head(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
+    return PatientNode(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
 
 
 def join(address: str) -> None:

@@ -442,15 +442,15 @@ class ReplicatedEngine(EngineClient):
 
     def _gauges(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Return the gauges of all replicas. found: those of each, by its name."""
-        alive, model = sum(each["alive"] for each in found.values()), {"model_name": self.facts.name}
+        alive, model = [name for name, each in found.items() if each["alive"]], {"model_name": self.facts.name}
         up, held = "minillm_replicas_up", "minillm_replica_requests"
         requests = [[held, model | {"replica": name}, _requests(each["families"])] for name, each in found.items()]
         families = [
-            [up, "gauge", "Replicas that accept requests", [[up, model, alive]]],
+            [up, "gauge", "Replicas that accept requests", [[up, model, sum(name in self._listed for name in alive)]]],
             [held, "gauge", "Requests that run or wait on a replica", requests],
             *joined(*(each["families"] for each in found.values())),
         ]
-        return {"alive": alive > 0, "families": families}
+        return {"alive": bool(alive), "families": families}
 
 
 async def _ask(replica: _Replica, question: Question[Any]) -> Any:

@@ -65,6 +65,12 @@ class Server:
         ours = (line for line in lines if line.startswith("minillm_replica_requests{") and f'"{model}"' in line)
         return sum(float(line.split()[-1]) > 0 for line in ours)
 
+    def replicas(self, model: str) -> set[str]:
+        """The names of a model's replicas, those that are about to end too."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=TIMEOUT).text.splitlines()
+        ours = (line for line in lines if line.startswith("minillm_replica_requests{") and f'"{model}"' in line)
+        return {re.search('replica="(.*?)"', line)[1] for line in ours}
+
     @property
     def is_whole(self) -> bool:
         return self.metric("minillm_replicas_up") == 3

@@ -41,10 +41,10 @@ def test_a_marker_selects_tests_and_only_the_files_that_have_some_are_collected(
     assert paths == sorted(path.relative_to(ROOT).as_posix() for path in files) and len(paths) > 4
 
 
-def test_only_make_test_installs_ray():
+def test_only_tests_install_ray():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     needing = {line.split(":")[0] for line in text.splitlines() if "$(RAY)" in line and not line.startswith("$(RAY)")}
-    assert needing == {"test"}
+    assert needing == {"test", "proofs"}
     (line,) = (line for line in commands(RAY) if "requirements-ray.lock" in line)
     assert "--constraint requirements.lock" in line, "its packages change no version of the others"
 
@@ -64,7 +64,7 @@ def test_its_twin_in_python_runs_the_same_commands(target, tmp_path):
         [" ".join(line.split()) for line in commands(stamp) if " pip install " in line] for stamp in ("setup", RAY)
     )
     made = printed[: -len(wanted)]
-    ways = ([], set_up) if target != "test" else ([], with_ray[len(set_up) :], with_ray)
+    ways = ([], set_up) if target not in ("test", "proofs") else ([], with_ray[len(set_up) :], with_ray)
     assert made in ways, "the environment is there, or is made by the Makefile's commands"
 
 

@@ -1,0 +1,48 @@
+"""A Ray cluster of two nodes, in a process for tests, which reads commands and writes a line when each is done.
+
+Each node has room for a large replica (1.5 CPUs), and for some small ones.
+"""
+
+import json
+import sys
+
+import minillm.deploy.replica
+
+minillm.deploy.replica.ENGINE = "tests.deploy.gated_engine"  # before Ray's module is imported
+
+from minillm.deploy import application, ray_serve  # noqa: E402
+
+
+def main() -> None:
+    from ray import serve
+    from ray._private import node
+    from ray.cluster_utils import Cluster
+
+    node.Node = ray_serve.PatientNode
+    cluster = Cluster(True, head_node_args={"num_cpus": 2, "include_dashboard": False} | ray_serve.agent_ports())
+    nodes = [cluster.add_node(num_cpus=2, **ray_serve.agent_ports())]
+    ray_serve.join(cluster.address)
+    say(cluster.address)
+    for line in sys.stdin:
+        match line.split(maxsplit=1):
+            case ["kill"]:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+            case ["add"]:
+                nodes.append(cluster.add_node(num_cpus=2, **ray_serve.agent_ports()))
+            case ["run", text]:
+                given = json.loads(text)
+                serve.start(http_options={"host": "127.0.0.1", "port": given.pop("port")})
+                serve.run(application(given), name="ours")
+            case ["delete"]:
+                serve.delete("ours")
+        say("done")
+    serve.shutdown()
+    cluster.shutdown()
+
+
+def say(text: str) -> None:
+    print("cluster:", text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
