@@ -8,7 +8,9 @@ Needs Ray: `pip install '.[ray]'`. The parts:
   are loaded in turn, by as many clients. `ray_choose_s` is what Ray takes to reserve a place on an empty replica, which
   no request waits for.
 * `bursts`: the same servers, but all clients send one request at once, and then none until no places are kept.
-* `throughput`: the same with the embedded model for real.
+* `proxy`: a replica behind `minillm serve --replicas` against one behind Ray's own proxy, as `serve run
+  minillm.deploy:application` has it, both with sleeping engines.
+* `throughput`: one engine's own server and one replica again, with the embedded model for real.
 * `killed`: two replicas of the embedded model answer sampled requests with seeds; one replica is killed with SIGKILL.
   Every answer must be the same as without the fault.
 """
@@ -19,6 +21,7 @@ import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -39,7 +42,7 @@ from minillm.deploy.places import KEEP  # noqa: E402
 LENGTH = 128
 CLIENTS = (1, 8, 32)
 REQUESTS = {1: 24, 8: 96, 32: 192}
-ENGINE, REPLICA = "one engine", "one replica"
+ENGINE, REPLICA, PROXY = "one engine", "one replica", "Ray's proxy"
 SEEDS = 64  # requests of the part `killed`
 OWN = ("--device", "cpu", "--workers", "1", "--log-level", "error")
 
@@ -69,11 +72,15 @@ class Server:
         return sum(seconds - before.get(pid, 0.0) for pid, seconds in self.cpu().items())
 
 
-@contextmanager
-def serving(*options: str, sleeping: bool = False) -> Iterator[Server]:
+def serving(*options: str, sleeping: bool = False):
     """Run a server until the block ends."""
     program = [str(ROOT / "tools" / "sleeping_engine.py")] if sleeping else ["-m", "minillm.cli"]
-    command = [sys.executable, *program, "serve", "--port", "0", *OWN, *options]
+    return _running([sys.executable, *program, "serve", "--port", "0", *OWN, *options])
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[Server]:
+    """Run a command that prints a URL until the block ends."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -115,14 +122,14 @@ def in_turn(servers: dict[str, Server], clients: int, requests: int, pairs: int)
     """Load two servers by turns. Returns each one's runs."""
     found: dict[str, list[dict]] = {name: [] for name in servers}
     for pair in range(pairs):
-        for name in sorted(servers, reverse=bool(pair % 2)):
+        for name in list(servers)[:: -1 if pair % 2 else 1]:
             found[name].append(load(servers[name], clients, requests, seed=100 * clients + pair))
     return found
 
 
 def row(part: str, clients: int, runs: dict[str, list[dict]], **more: object) -> dict:
-    """Return a row of the record. Differences and ratios are medians over pairs."""
-    pairs = list(zip(runs[ENGINE], runs[REPLICA], strict=True))
+    """Return a row of the record. Differences and ratios are those of the second server, as medians over pairs."""
+    pairs = list(zip(*runs.values(), strict=True))
 
     def median(difference) -> float:
         return statistics.median(difference(*pair) for pair in pairs)
@@ -167,7 +174,7 @@ def bursts(pairs: int) -> list[dict]:
         for clients in CLIENTS[1:]:
             runs: dict[str, list[dict]] = {name: [] for name in servers}
             for each in range(3 * pairs):
-                for name in sorted(servers, reverse=bool(each % 2)):
+                for name in list(servers)[:: -1 if each % 2 else 1]:
                     time.sleep(2 * KEEP)
                     runs[name].append(load(servers[name], clients, clients, seed=1000 * clients + each, warmup=0))
             rows.append(row("bursts", clients, runs))
@@ -195,6 +202,40 @@ def throughput(pairs: int) -> list[dict]:
             REPLICA: stack.enter_context(serving(*options, "--replicas", "1", "--replica-cpus", "0.1")),
         }
         return [row("throughput", clients, in_turn(servers, clients, 4 * clients, pairs)) for clients in (8, 32)]
+
+
+APPLICATION = """
+import signal, sys, tempfile
+from minillm.deploy import head, replica
+head.environment(True)
+replica.ENGINE = "tools.sleeping_engine"
+from minillm.deploy import application, ray_serve
+from ray import serve
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+with tempfile.TemporaryDirectory() as folder:
+    node = ray_serve.start_head(2, folder)
+    try:
+        ray_serve.join(node.gcs_address)
+        serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+        model = {"name": "tiny-gemma", "model": None, "cpus": 0.1, "options": {"device": "cpu"}}
+        serve.run(application({"models": [model], "log_level": "error"}), name="application")
+        print(f"http://127.0.0.1:{sys.argv[1]}/v1", flush=True)
+        signal.pause()
+    finally:
+        ray_serve.leave()
+        node.kill_all_processes(check_alive=False, allow_graceful=True)
+"""
+
+
+def proxy(pairs: int) -> list[dict]:
+    """Measure what Ray's own proxy adds to replicas behind our workers."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        ours = serving("--replicas", "1", "--replica-cpus", "0.1", sleeping=True)
+        servers = {REPLICA: stack.enter_context(ours)}
+        servers[PROXY] = stack.enter_context(_running([sys.executable, "-c", APPLICATION, str(port)]))
+        return [row("proxy", clients, in_turn(servers, clients, REQUESTS[clients], pairs)) for clients in CLIENTS]
 
 
 # ---- Ray's floor
@@ -331,7 +372,7 @@ def killed(rounds: int) -> list[dict]:
     return rows
 
 
-PARTS = {"added": added, "bursts": bursts, "throughput": throughput, "killed": killed}
+PARTS = {"added": added, "bursts": bursts, "proxy": proxy, "throughput": throughput, "killed": killed}
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 def application(arguments: dict[str, Any]) -> Any:
     """Return the application for `serve run minillm.deploy:application`, or for a config file of `serve deploy`.
 
-    arguments: see `ingress.build`. Raises ConfigError, MissingPackage.
+    arguments: see `application.build`. Raises ConfigError, MissingPackage.
     """
-    from .ingress import build
+    from .application import build
 
     return build(arguments)

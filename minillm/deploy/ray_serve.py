@@ -39,7 +39,7 @@ from .ingress import Ingress
 from .places import Reserve
 from .replica import ENGINE, EngineDoor, ReplicaFailed
 from .replicas import Listed
-from .scaling import Load
+from .scaling import ReplicaLoad
 
 VERSION = "2.60."
 DEPLOYMENT = "replica"
@@ -112,7 +112,7 @@ class Replica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what decides how many replicas there are."""
         stats = self.door.stats
-        return dict(Load.of(stats, int(stats["rows"]))._asdict()) if stats else {}
+        return dict(ReplicaLoad.of(stats, int(stats["rows"]))._asdict()) if stats else {}
 
     def __del__(self) -> None:
         """End the engine: Ray calls this when the replica has no requests any more, or its grace period is over."""
@@ -284,11 +284,11 @@ class Counts:
         return dict(self._handle.broadcast("counted").results(timeout_s=seconds))
 
 
-class Front:
+class ProxiedWorker:
     """What Ray starts to take HTTP from its proxy. The other arguments are those of `Ingress`."""
 
     async def __init__(self, router: str, host: str, *replicas: DeploymentHandle):  # type: ignore[misc]  # Ray awaits it
-        self._ingress = Ingress(router, host, list(replicas))
+        self._ingress = Ingress(router, host, list(replicas), reserver, Counts)
         self._app = await self._ingress.app()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -305,7 +305,7 @@ def with_ingress(placements: Sequence[Placement], workers: int, router: str, hos
     """Return an application of all models, behind Ray's proxy. The other arguments are those of `Ingress`."""
     replicas = [bound(each, f"{DEPLOYMENT}-{each.name.replace('/', '-')}") for each in placements]
     front = serve.deployment(
-        serve.ingress()(Front),
+        serve.ingress()(ProxiedWorker),
         name="front",
         num_replicas=workers,
         max_ongoing_requests=NO_LIMIT,

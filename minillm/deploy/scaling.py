@@ -16,7 +16,7 @@ UP, DOWN = 5.0, 60.0  # seconds for which more, or fewer, replicas must be neede
 EVERY, LOOK_BACK = 2.0, 5.0  # seconds between reports; over which they are averaged
 
 
-class Load(NamedTuple):
+class ReplicaLoad(NamedTuple):
     """What a replica reports. prompts: tokens of the prompts that wait. busy: share of its rows or blocks in use."""
 
     waiting: float
@@ -24,7 +24,7 @@ class Load(NamedTuple):
     busy: float
 
     @classmethod
-    def of(cls, stats: Mapping[str, float], rows: int) -> "Load":
+    def of(cls, stats: Mapping[str, float], rows: int) -> "ReplicaLoad":
         """Return the load of an engine that runs `rows` requests at once. stats: the engine's numbers."""
         used = 1 - stats["blocks_available"] / stats["blocks"] if stats["blocks"] else 0.0
         return cls(stats["waiting"], stats["waiting_tokens"], max(stats["running"] / rows, used))
@@ -35,7 +35,7 @@ class Load(NamedTuple):
         return self.prompts + ANSWER * self.waiting
 
 
-def needed(loads: Sequence[Load], target: float = WAITING) -> int:
+def needed(loads: Sequence[ReplicaLoad], target: float = WAITING) -> int:
     """Return how many replicas there should be. loads: of those that there are. target: tokens to wait on each."""
     tokens = sum(each.tokens for each in loads)
     if tokens > target * len(loads):
@@ -56,9 +56,9 @@ class ByTokens:
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         found = context.aggregated_metrics or {}
-        first, *more = (found.get(name, {}) for name in Load._fields)
+        first, *more = (found.get(name, {}) for name in ReplicaLoad._fields)
         known = [replica for replica in first if all(replica in each for each in more)]
-        loads = [Load(first[replica], *(each[replica] for each in more)) for replica in known]
+        loads = [ReplicaLoad(first[replica], *(each[replica] for each in more)) for replica in known]
         if not loads or len(loads) < context.current_num_replicas:  # one that has not reported yet may be full
             return max(context.target_num_replicas, needed(loads, self.target) if loads else 0), {}
         return needed(loads, self.target), {}

@@ -43,9 +43,9 @@ class ReplicatedModel:
     """A model of which several replicas run.
 
     name: for clients. model: as for `serve`. options: the engine's. cpus: what Ray reserves for a replica. gpus: the
-    same; a share of one, such as 0.5, also divides its memory; None: one if the cluster has GPUs. profile: as for
-    `serve`. max_replicas: how many there may be while tokens wait; None: `replicas`. waiting_tokens: how many may wait
-    on each before there are more.
+    same; a share of one, such as 0.5, also divides its memory; None: one for each rank, if the cluster has GPUs.
+    profile: as for `serve`. max_replicas: how many there may be while tokens wait; None: `replicas`. waiting_tokens:
+    how many may wait on each before there are more.
     """
 
     name: str
@@ -272,8 +272,9 @@ def placement(model: ReplicatedModel, config: ServerConfig, engine: str | None =
 
     from . import ray_serve
 
-    gpus = (1.0 if ray_serve.resources().get("GPU") else 0.0) if model.gpus is None else model.gpus
     options = dict(model.options)
+    ranks = float(cast(int, options.get("tensor_parallel_size", 1)))
+    gpus = (ranks if ray_serve.resources().get("GPU") else 0.0) if model.gpus is None else model.gpus
     if 0 < gpus < 1:
         options.setdefault("gpu_memory_utilization", 0.9 * gpus)
     given = {"model": model.model, "profile": model.profile, "name": model.name, "engine": options, "config": config}

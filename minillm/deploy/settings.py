@@ -24,7 +24,7 @@ def model_of(given: Mapping[str, Any]) -> ReplicatedModel:
         raise ConfigError(f"a model needs a name, not {dict(given)}")
     found = {name: _number(name, value) if name in NUMBERS else value for name, value in given.items()}
     found["options"] = _checked(found.get("options", {}))
-    return ReplicatedModel(**found)
+    return ReplicatedModel(**{"model": None} | found)
 
 
 def models_of(

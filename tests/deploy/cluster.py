@@ -37,6 +37,7 @@ def main() -> None:
                 serve.delete("ours")
         say("done")
     serve.shutdown()
+    ray_serve.leave()
     cluster.shutdown()
 
 

@@ -103,6 +103,33 @@ def streams(pool: ThreadPoolExecutor, server: Server, model: str):
     return tokens, [pool.submit(read, server, model, *each) for each in zip(PAIR, tokens, strict=True)]
 
 
+def test_an_application_of_serve_run_answers_and_an_update_ends_no_stream(cluster):
+    """Before the server, which starts Ray Serve without a proxy."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def run(rows: int) -> None:
+        options = {"device": "cpu", "max_num_seqs": rows}
+        model = {"name": "three", "model": str(TINY), "replicas": 1, "cpus": 0.1, "options": options}
+        cluster.tell("run " + json.dumps({"port": port, "models": [model], "shutdown_grace": TIMEOUT}))
+
+    run(2)
+    ours = Server(cluster.process, f"http://127.0.0.1:{port}", cluster.gate)
+    wanted = ours.complete(PAIR[0], model="three", max_tokens=60).choices[0].token_ids
+    with ThreadPoolExecutor(2) as pool:
+        tokens = []
+        with ours.held(20):
+            stream = pool.submit(read, ours, "three", PAIR[0], tokens)
+            wait_until(lambda: tokens)
+            update = pool.submit(run, 3)
+            wait_until(lambda: up(ours, "three") == 0 or update.done())
+        stream.result(TIMEOUT)
+        update.result(TIMEOUT)
+    assert tokens == wanted
+    assert ours.complete(PAIR[1], model="three", max_tokens=4).choices[0].text
+    cluster.tell("delete")
+
+
 def test_waiting_tokens_start_a_replica_which_ends_without_harm_to_streams(server):
     """Streams run all the time, on both replicas, while the number of replicas changes."""
     wanted = {each: server.complete(each, max_tokens=60).choices[0].token_ids for each in PAIR}
@@ -147,29 +174,3 @@ def test_a_killed_node_changes_no_stream_and_is_replaced_by_another(server, clus
     assert tokens == wanted
     cluster.tell("add")
     wait_until(lambda: up(server, "two") == 2)
-
-
-def test_an_application_of_serve_run_answers_and_an_update_ends_no_stream(cluster):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
-    def run(rows: int) -> None:
-        options = {"device": "cpu", "max_num_seqs": rows}
-        model = {"name": "three", "model": str(TINY), "replicas": 1, "cpus": 0.1, "options": options}
-        cluster.tell("run " + json.dumps({"port": port, "models": [model], "shutdown_grace": TIMEOUT}))
-
-    run(2)
-    ours = Server(cluster.process, f"http://127.0.0.1:{port}", cluster.gate)
-    wanted = ours.complete(PAIR[0], model="three", max_tokens=60).choices[0].token_ids
-    with ThreadPoolExecutor(2) as pool:
-        tokens = []
-        with ours.held(20):
-            stream = pool.submit(read, ours, "three", PAIR[0], tokens)
-            wait_until(lambda: tokens)
-            update = pool.submit(run, 3)
-            wait_until(lambda: up(ours, "three") == 0 or update.done())
-        stream.result(TIMEOUT)
-        update.result(TIMEOUT)
-    assert tokens == wanted
-    assert ours.complete(PAIR[1], model="three", max_tokens=4).choices[0].text
-    cluster.tell("delete")

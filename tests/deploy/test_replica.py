@@ -10,7 +10,7 @@ import pytest
 
 from minillm.deploy import handshake
 from minillm.deploy.replica import AT_ONCE, EngineDoor, ReplicaFailed
-from minillm.deploy.scaling import Load
+from minillm.deploy.scaling import ReplicaLoad
 from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
 from minillm.server.engine_side.engine_process import packed
@@ -57,7 +57,7 @@ def test_a_worker_that_knows_the_secret_talks_to_the_engines_process(door, engin
     door.check()
     wait_until(lambda: any(family[0] == "minillm_generated_tokens" for family in door.counted))
     wait_until(lambda: door.stats)
-    assert Load.of(door.stats, door.stats["rows"]) == Load(0, 0, 0)
+    assert ReplicaLoad.of(door.stats, door.stats["rows"]) == ReplicaLoad(0, 0, 0)
 
 
 def test_it_listens_only_where_it_is_told(door):

@@ -6,13 +6,13 @@ import pytest
 
 from minillm.deploy import scaling
 from minillm.deploy.router import ANSWER
-from minillm.deploy.scaling import ByTokens, Load, needed
+from minillm.deploy.scaling import ByTokens, ReplicaLoad, needed
 
-FREE, FULL = Load(0, 0, 0.0), Load(0, 0, 1.0)
+FREE, FULL = ReplicaLoad(0, 0, 0.0), ReplicaLoad(0, 0, 1.0)
 
 
-def waiting(tokens: float) -> Load:
-    return Load(0, tokens, 1.0)
+def waiting(tokens: float) -> ReplicaLoad:
+    return ReplicaLoad(0, tokens, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ def waiting(tokens: float) -> Load:
         ([waiting(1000)], 10),
         ([waiting(150), FREE], 2),  # 75 on each, by the mean
         ([waiting(150), waiting(150)], 3),
-        ([Load(3, 1, 1.0)], 4),  # answers wait, too: 3 * ANSWER + 1 tokens
+        ([ReplicaLoad(3, 1, 1.0)], 4),  # answers wait, too: 3 * ANSWER + 1 tokens
         ([FULL, FULL], 2),
         ([FREE, FREE, FREE], 1),
-        ([Load(0, 0, 0.3), Load(0, 0, 0.3)], 1),
-        ([Load(0, 0, 0.4), Load(0, 0, 0.4)], 2),  # one of them would have less room than it should
-        ([Load(0, 1, 0.0), FREE], 2),  # something waits
+        ([ReplicaLoad(0, 0, 0.3), ReplicaLoad(0, 0, 0.3)], 1),
+        ([ReplicaLoad(0, 0, 0.4), ReplicaLoad(0, 0, 0.4)], 2),  # one of them would have less room than it should
+        ([ReplicaLoad(0, 1, 0.0), FREE], 2),  # something waits
     ],
 )
 def test_replicas_that_are_needed(loads, number):
@@ -38,18 +38,18 @@ def test_replicas_that_are_needed(loads, number):
 
 
 def test_many_requests_that_run_need_no_further_replica():
-    assert needed([Load(waiting=0, prompts=0, busy=0.99)] * 3) == 3
+    assert needed([ReplicaLoad(waiting=0, prompts=0, busy=0.99)] * 3) == 3
 
 
 def test_the_load_of_an_engine_is_that_of_its_rows_or_of_its_blocks():
     stats = {"waiting": 2, "waiting_tokens": 70, "running": 8, "blocks": 100, "blocks_available": 25}
-    assert Load.of(stats, rows=16) == Load(2, 70, 0.75)
-    assert Load.of(stats, rows=8) == Load(2, 70, 1.0)
-    assert Load.of(stats, rows=16).tokens == 70 + 2 * ANSWER
+    assert ReplicaLoad.of(stats, rows=16) == ReplicaLoad(2, 70, 0.75)
+    assert ReplicaLoad.of(stats, rows=8) == ReplicaLoad(2, 70, 1.0)
+    assert ReplicaLoad.of(stats, rows=16).tokens == 70 + 2 * ANSWER
 
 
-def context(*loads: Load, now: int, target: int | None = None):
-    metrics = {name: {place: getattr(each, name) for place, each in enumerate(loads)} for name in Load._fields}
+def context(*loads: ReplicaLoad, now: int, target: int | None = None):
+    metrics = {name: {place: getattr(each, name) for place, each in enumerate(loads)} for name in ReplicaLoad._fields}
     return SimpleNamespace(aggregated_metrics=metrics, current_num_replicas=now, target_num_replicas=target or now)
 
 

@@ -3,9 +3,10 @@
 import pytest
 
 from minillm.config import EngineConfig
+from minillm.deploy import application
 from minillm.deploy.serving import ReplicatedModel, check
 from minillm.deploy.settings import model_of, models_of, settings_of
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, MissingPackage
 from minillm.server.config import ServerConfig
 
 COMMON = {"replicas": 1, "cpus": 1.0, "gpus": None, "profile": None, "options": {"max_num_seqs": 8, "device": "cpu"}}
@@ -71,3 +72,23 @@ def test_a_config_file_is_checked(given, message):
 def test_numbers_of_replicas_are_checked(more, message):
     with pytest.raises(ConfigError, match=message):
         check([ReplicatedModel("a", "x", **more)], ServerConfig(), "prefix")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "x"}, "unknown argument model: name some of allowed_hosts"),
+        ({"models": "a=x,a=y"}, "each model needs a name of its own, not a, a"),
+        ({"models": "data/x,b=y"}, None),
+        ({"models": "a=x", "replicas": "none"}, "replicas must be a number"),
+        ({"models": [{"name": "a"}], "router": "random"}, "router must be prefix, load"),
+        ({"models": [{"name": "a"}], "max_queued": -1}, "max_queued"),
+    ],
+)
+def test_the_arguments_of_the_application_are_checked(arguments, message, monkeypatch):
+    import minillm.deploy.serving as serving
+
+    find_spec = serving.importlib.util.find_spec
+    monkeypatch.setattr(serving.importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name))
+    with pytest.raises(ConfigError if message else MissingPackage, match=message or "replicas need ray"):
+        application(arguments)
