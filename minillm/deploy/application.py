@@ -17,10 +17,10 @@ OWN = ("models", "router", "host", "replicas", "workers")
 def build(arguments: Mapping[str, Any]) -> Any:
     """Return Ray's application.
 
-    arguments: `models`, a list of the fields of `ReplicatedModel`, or text such as NAME=MODEL,MODEL; `replicas`, of those that
-    do not say how many; `router`: see `find_policy`; `host`, the address at which Ray's proxy listens; `workers`: how
-    many of Ray's processes take HTTP; and the options of the server (`ServerConfig`). Raises ConfigError,
-    MissingPackage.
+    arguments: `models`, a list of the fields of `ReplicatedModel`, or text such as NAME=MODEL,MODEL; `replicas`, of
+    those that do not say how many; `router`: see `find_policy`; `host`, the address at which Ray's proxy listens;
+    `workers`: how many of Ray's processes take HTTP; and the options of the server (`ServerConfig`). Raises
+    ConfigError, MissingPackage.
     """
     allowed = {field.name for field in fields(ServerConfig)} | set(OWN)
     if unknown := set(arguments) - allowed:
