@@ -121,8 +121,10 @@ def test_an_application_of_serve_run_answers_and_an_update_ends_no_stream(cluste
         with ours.held(20):
             stream = pool.submit(read, ours, "three", PAIR[0], tokens)
             wait_until(lambda: tokens)
+            before = ours.replicas("three")
             update = pool.submit(run, 3)
-            wait_until(lambda: up(ours, "three") == 0 or update.done())
+            wait_until(lambda: ours.replicas("three") - before)
+            assert not stream.done()
         stream.result(TIMEOUT)
         update.result(TIMEOUT)
     assert tokens == wanted
