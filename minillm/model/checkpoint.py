@@ -5,6 +5,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -130,23 +131,62 @@ def buffer_bytes(entry: Entry, rows: int) -> int:
     return min(entry.nbytes, rows * (entry.nbytes // entry.shape[0])) if entry.nbytes else 0
 
 
-def pieces(entry: Entry, buffer: Tensor, rows: int) -> Iterator[Tensor]:
-    """A tensor, `rows` rows at a time, in one buffer.
+class Pieces:
+    """A tensor in a file, as slices of its first axis in one buffer: each is valid until the next one is read.
 
     The file is read, not mapped: pages of a mapped file would count toward the process's memory.
     """
-    window, left, most = buffer.numpy().data, entry.nbytes, buffer_bytes(entry, rows)
-    with entry.file.open("rb", buffering=0) as stream:
-        stream.seek(entry.start)
-        while left:
-            size, filled = min(left, most), 0
-            while filled < size:
-                count = stream.readinto(window[filled:size])
-                if not count:
-                    raise ConfigError(f"{entry.file} became shorter while it was read")
-                filled += count
-            yield buffer[:size].view(FILE_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
-            left -= size
+
+    def __init__(self, entry: Entry, buffer: Tensor, rows: int):
+        self.entry, self.rows = entry, rows
+        self.window, self.buffer = buffer.numpy().data, buffer
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """All of it, `rows` rows at a time."""
+        return self._read(range(self.entry.shape[0] if self.entry.shape else 0))
+
+    def part(self, rows: range, columns: range | None = None) -> Iterator[Tensor]:
+        """These rows and columns of it (None: all). Reads no others."""
+        if columns is None or len(columns) == self.entry.shape[1]:
+            return self._read(rows)
+        return self._read_columns(rows, columns)
+
+    def _read(self, rows: range) -> Iterator[Tensor]:
+        entry, size = self.entry, self._row_bytes
+        if not entry.nbytes:
+            return
+        with entry.file.open("rb", buffering=0) as stream:
+            for first in range(rows.start, rows.stop, self.rows):
+                count = min(self.rows, rows.stop - first)
+                self._fill(stream, first * size, 0, count * size)
+                yield self._slice(count * size, entry.shape[1:])
+
+    def _read_columns(self, rows: range, columns: range) -> Iterator[Tensor]:
+        entry, item = self.entry, FILE_DTYPES[self.entry.dtype].itemsize
+        skipped, width = columns.start * item, len(columns) * item
+        with entry.file.open("rb", buffering=0) as stream:
+            for first in range(rows.start, rows.stop, self.rows):
+                count = min(self.rows, rows.stop - first)
+                for row in range(count):
+                    self._fill(stream, (first + row) * self._row_bytes + skipped, row * width, width)
+                yield self._slice(count * width, (len(columns),))
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.entry.nbytes // self.entry.shape[0]
+
+    def _slice(self, size: int, shape: tuple[int, ...]) -> Tensor:
+        return self.buffer[:size].view(FILE_DTYPES[self.entry.dtype]).view(-1, *shape)
+
+    def _fill(self, stream: FileIO, offset: int, place: int, size: int) -> None:
+        """Read `size` bytes of the tensor, from this offset on, to a place in the buffer."""
+        stream.seek(self.entry.start + offset)
+        filled = 0
+        while filled < size:
+            count = stream.readinto(self.window[place + filled : place + size])
+            if not count:
+                raise ConfigError(f"{self.entry.file} became shorter while it was read")
+            filled += count
 
 
 def is_consistent(entry: Entry) -> bool:
@@ -171,6 +211,6 @@ def are_equal(one: Entry, other: Entry) -> bool:
         if FILE_DTYPES.get(each.dtype) not in FLOATING or not is_consistent(each):
             return False
     rows = min(rows_at_once(one), rows_at_once(other))
-    read = [pieces(each, torch.empty(buffer_bytes(each, rows), dtype=torch.uint8), rows) for each in (one, other)]
+    read = [Pieces(each, torch.empty(buffer_bytes(each, rows), dtype=torch.uint8), rows) for each in (one, other)]
     wide = torch.promote_types(FILE_DTYPES[one.dtype], FILE_DTYPES[other.dtype])
     return all(mine.to(wide).equal(yours.to(wide)) for mine, yours in zip(*read, strict=True))

@@ -218,9 +218,13 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""
+        return self.parallel.all_gather(self.own_logits(hidden))
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """The same of this rank's part of the vocabulary."""
         cap = self.config.final_soft_cap
         found = self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
-        return self.parallel.all_gather(self.of_all_tokens(found))
+        return self.of_all_tokens(found)
 
     def of_all_tokens(self, logits: Tensor) -> Tensor:
         """The head's logits [samples, rows of the head] -> those of the vocabulary: [samples, vocab]."""

@@ -29,11 +29,11 @@ from .checkpoint import (
     FILE_DTYPES,
     FLOATING,
     Entry,
+    Pieces,
     are_equal,
     buffer_bytes,
     is_consistent,
     overlapping,
-    pieces,
     read_headers,
     rows_at_once,
 )
@@ -392,7 +392,7 @@ def fill_from_files(model: Model, entries: dict[str, Entry], directory: Path, la
     left = Counter(id(places[name].module) for name in entries)
     factors: dict[str, Tensor] = {}
     for name, entry in entries.items():
-        places[name].load(pieces(entry, buffer, rows_at_once(entry)))
+        places[name].load(Pieces(entry, buffer, rows_at_once(entry)))
         left[id(module := places[name].module)] -= 1
         if module is None or left[id(module)]:
             continue

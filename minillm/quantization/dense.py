@@ -69,8 +69,7 @@ class DenseWeight(Weight):
             return load_bias(self.bias, rows, pieces, shard)
         check_not_static(self.activations)
         if shard is not None:
-            columns = slice(shard.columns.start, shard.columns.stop)
-            pieces = (piece[:, columns] for piece in shard.rows_of(pieces))
+            pieces = shard.of(pieces)
         copy_pieces(self.weight[rows.start : rows.stop], pieces)
 
     def fill(self, rows: range, codes: Codes) -> None:

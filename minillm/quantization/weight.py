@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,14 +18,32 @@ class Shard(NamedTuple):
     rows: range
     columns: range
 
+    def of(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The shard of a tensor. It is given and returned as slices of its first axis, in order."""
+        if isinstance(pieces, Divisible):
+            return pieces.part(self.rows, self.columns)
+        return (piece[:, self.columns.start : self.columns.stop] for piece in self.rows_of(pieces))
+
     def rows_of(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The shard's rows of a tensor. It is given and returned as slices of its first axis, in order."""
+        """The shard's rows of a tensor, with all columns."""
+        if isinstance(pieces, Divisible):
+            yield from pieces.part(self.rows)
+            return
         start = 0
         for piece in pieces:
             first, end = max(self.rows.start - start, 0), min(self.rows.stop - start, len(piece))
             start += len(piece)
             if first < end:
                 yield piece[first:end]
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A tensor of which a part can be read alone."""
+
+    def part(self, rows: range, columns: range | None = None) -> Iterator[Tensor]:
+        """Slices of these rows, with these columns; None: all."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,12 @@ class Runner:
         if len(rows) == 0:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
             return LaunchedStep(step, nothing, [], prompts), nothing
-        logits = self.model.logits(hidden)
-        sampled = self.sampler(logits, rows, ends)
+        if self.model.parallel.size > 1 and self.sampler.is_plain(rows):
+            logits = self.model.own_logits(hidden)
+            sampled = self.sampler.of_shards(self.model.parallel, logits, rows, ends)
+        else:
+            logits = self.model.logits(hidden)
+            sampled = self.sampler(logits, rows, ends)
         inputs = self.state.store(rows, ends, sampled)
         scores = logprobs.of_sampled(self.state, logits, np.arange(len(rows)), rows, sampled)
         return LaunchedStep(step, sampled, scores, prompts), inputs

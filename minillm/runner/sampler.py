@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.model.parallel import Parallel
 from minillm.ops import Operations
 from minillm.ops.reference import likeliest
 from minillm.ops.signatures import Truncation
 
+from . import sharded_sampling
 from .logprobs import widened
 from .state import PENALTIES, TRUNCATION, RowState, mix
 
@@ -53,6 +55,19 @@ class Sampler:
             sampled = self._draw(logits, rows, lengths)
         self.correct(sampled, logits, np.arange(len(rows)), rows, lengths)
         return sampled
+
+    def is_plain(self, rows: np.ndarray) -> bool:
+        """Whether these rows need nothing but a temperature, and no log-probabilities."""
+        scored = (self.state.logprobs[rows] >= 0).any()
+        return not (scored or self.state.sampling.general[rows].any() or self._asked(TRUNCATION, rows, torch.float32))
+
+    def of_shards(self, parallel: Parallel, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """As `__call__`, for plain rows, from this rank's part of the logits."""
+        temperature = self.state.sampling.temperature[rows]
+        if not temperature.any():
+            return sharded_sampling.sample(parallel, logits)
+        draws = self._tensor(uniforms(self.state.sampling.mixed_seed[rows], lengths))
+        return sharded_sampling.sample(parallel, logits, self._tensor(temperature), draws)
 
     def correct(
         self, sampled: Tensor, logits: Tensor, places: np.ndarray, rows: np.ndarray, lengths: np.ndarray

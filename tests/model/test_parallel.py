@@ -8,7 +8,8 @@ import torch
 
 from minillm.errors import ConfigError
 from minillm.model import PRESETS
-from minillm.model.loader import EMBEDDED, load_model, read_config
+from minillm.model.checkpoint import Pieces, read_headers
+from minillm.model.loader import EMBEDDED, load_model, read_config, rounded
 from minillm.model.modules import modules, shard
 from minillm.model.parallel import OneDevice, Parallel
 from minillm.model.saver import save_model
@@ -103,6 +104,44 @@ def test_a_scale_for_a_whole_tensor_is_every_ranks(tmp_path):
     recipe = Recipe({"layers.*": {"format": "fp8", "scales": "tensor"}})
     save_model(load_model(EMBEDDED, dtype="float32", recipe=recipe), EMBEDDED, tmp_path / "model")
     assert_the_same(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("recipe", "columns"), [({}, True), ({"*": "int8"}, False)], ids=["dense", "int8"])
+def test_each_rank_reads_only_its_part_of_the_file(recipe, columns, monkeypatch):
+    """Scales of rows are of whole rows, which each rank reads."""
+    read, fill = [], Pieces._fill
+
+    def counted(self, stream, offset, place, size):
+        read.append(size)
+        fill(self, stream, offset, place, size)
+
+    monkeypatch.setattr(Pieces, "_fill", counted)
+    load_model(EMBEDDED, recipe=Recipe(recipe))
+    everything, twice = sum(read), 0
+    for name, entry in read_headers(EMBEDDED).items():
+        by_inputs = name.endswith(("o_proj.weight", "down_proj.weight")) and not columns
+        twice += entry.nbytes * (by_inputs or "k_proj" in name or "v_proj" in name or "norm" in name)
+    read.clear()
+    for rank in ranks(2):
+        load_model(EMBEDDED, recipe=Recipe(recipe), parallel=rank)
+    assert everything == sum(entry.nbytes for entry in read_headers(EMBEDDED).values())
+    assert sum(read) == everything + twice < 1.5 * everything
+
+
+@pytest.mark.parametrize("format", ["fp8", "w8a8", "w4a8"])
+def test_inputs_that_are_quantized_have_a_scale_for_each_ranks_part_of_them(format):
+    """So the results are not those of one device, but as near to the unquantized model's."""
+    dense, whole = (
+        load_model(EMBEDDED, dtype="float64", max_model_len=64, recipe=rounded(EMBEDDED, each, None))
+        for each in (None, format)
+    )
+    recipe = rounded(EMBEDDED, format, None)
+    parts = [load_model(EMBEDDED, dtype="float64", max_model_len=64, recipe=recipe, parallel=rank) for rank in ranks(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found, others = pool.map(computed, parts)
+    for mine, theirs, one, exact in zip(found, others, computed(whole), computed(dense), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert 0 < (mine - exact).norm() < 1.3 * (one - exact).norm()
 
 
 def test_a_part_of_a_model_is_not_saved(tmp_path):

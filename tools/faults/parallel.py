@@ -55,4 +55,25 @@ FAULTS = (
         'sys.platform == "none"',
         "tests/parallel/test_processes.py",
     ),
+    Fault(
+        "of equally likely tokens in two shards, the later one is taken",
+        "minillm/runner/sharded_sampling.py",
+        "masked_fill(behind, torch.inf).amin(-1)",
+        "masked_fill(behind, -torch.inf).amax(-1)",
+        "tests/runner/test_sharded_sampling.py -k likeliest",
+    ),
+    Fault(
+        "a shard's sum is not scaled to the largest logit of all",
+        "minillm/runner/sharded_sampling.py",
+        "shares = every[:, :, 2] * ((every[:, :, 0] - highest[:, None]) / divisor[:, None]).exp()",
+        "shares = every[:, :, 2]",
+        "tests/runner/test_sharded_sampling.py -k draw",
+    ),
+    Fault(
+        "each rank reads all columns",
+        "minillm/quantization/weight.py",
+        "return pieces.part(self.rows, self.columns)",
+        "return (piece[:, self.columns.start : self.columns.stop] for piece in pieces.part(self.rows))",
+        "tests/model/test_parallel.py -k reads_only",
+    ),
 )
