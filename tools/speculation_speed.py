@@ -143,10 +143,11 @@ def tasks(options: argparse.Namespace) -> Iterator[dict]:
         print(f"tasks are left out: {error}", file=sys.stderr)
         return
     pair = Pair(place, "ngram", {"device": options.device, "max_num_seqs": 4, "enable_prefix_caching": False})
-    params = SamplingParams(max_tokens=options.output_len, temperature=0)
+    params, tokenizer = SamplingParams(max_tokens=options.output_len, temperature=0), pair.plain.tokenizer
     for task, question in TASKS.items():
         chat = [{"role": "user", "content": question}]
-        prompt = pair.plain.get_tokenizer().apply_chat_template(chat, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
         yield {"model": options.chat, "task": task, **pair.measured([prompt], params, options.rounds)}
     pair.close()
 
