@@ -131,6 +131,32 @@ def test_the_table_of_distillation_and_its_text_equal_the_record():
     assert f"in {results[-1]['seconds'] / 60:.1f} minutes on one core, {training / 60:.1f} of them training" in flat
 
 
+def test_the_tables_of_the_draft_model_and_their_text_equal_the_records():
+    results, draws = record("cpu/pruning")["results"], record("cpu/draft-draws")["results"]
+    lengths = [each.get("acceptance_length", {}) for each in results]
+    assert rows("A draft model, made of it") == {
+        each["model"]: [
+            f"{each['layers']}",
+            f"{each['parameters']:,}",
+            f"{each['bytes'] / 1e6:.1f} MB",
+            f"{each['perplexity']:.2f}",
+            f"{each['kl']:.2g}",
+            *(f"{length[kind]:.2f}" if kind in length else "" for kind in ("0", "0.7")),
+        ]
+        for each, length in zip(results, lengths, strict=True)
+    }
+    ways = ("likeliest", "independent", "inverse", "gumbel", "most")
+    assert rows("A draft model, made of it", 1) == {
+        f"{each['temperature']}": [f"{each['agreement'][way]:.3f}" for way in ways] for each in draws
+    }
+    for each in (each["agreement"] for each in draws if each["temperature"] >= 1):
+        assert each["likeliest"] > max(each["inverse"], each["gumbel"])
+    assert all(0 < each["agreement"]["gumbel"] - each["agreement"]["inverse"] < 0.06 for each in draws)
+    last, flat = results[-1], " ".join(CARD.split())
+    assert f"for {last['steps']} steps of {last['training_tokens'] // last['steps']:,} tokens" in flat
+    assert f"a head of {last['head_tokens']:,} tokens" in flat
+
+
 def test_the_table_of_calibrations_equals_the_record():
     results = {each["quantization"]: each for each in record("cpu/quantization-seeds")["results"]}
 
