@@ -117,6 +117,24 @@ def int8_rounded_up(*given):
     return int8_linear(*given, rounded=torch.ceil)
 
 
+def int8_halves_away_from_zero(*given):
+    return int8_linear(*given, rounded=lambda x: x.sign() * (x.abs() + 0.5).floor())
+
+
+def int8_smaller_scale(x, codes, scales, input_scale=None):
+    largest = x.abs().amax(-1, keepdim=True)
+    own = torch.where(largest > 0, largest / 127.5, 1.0)
+    return int8_linear(x, codes, scales, own if input_scale is None else torch.minimum(own, input_scale))
+
+
+def smooth_scales_multiplied(largest, weight, strength):
+    return largest**strength * weight.abs().amax(0) ** (1 - strength)
+
+
+def e4m3_of_torch(x):
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+
 def int8_in_place(x, codes, scales, input_scale=None):
     return int8_linear(x.mul_(2), codes, scales, input_scale)
 
@@ -358,6 +376,7 @@ CASES = [
     ("gptq", lesson_06_gptq.forgets_the_scale, ["all scales 1/2", "rounded = code * scale"]),
     ("gptq", lesson_06_gptq.levels, ["return what `grid.codes` gives"]),
     ("int8_linear", int8_halves_up, ["-127.5 became the code -127, not -128", "as with torch.round"]),
+    ("int8_linear", int8_halves_away_from_zero, ["0.5 became the code 1, not 0. Halves go to the even number"]),
     ("int8_linear", int8_in_float32, ["sums over 4,096 inputs: expected"]),
     ("int8_linear", int8_scales_of_127, ["times the identity matrix", "the result divided by that scale"]),
     ("fake_quantize", fake_halves_up, ["-1.5/64 becomes -1/64, not -2/64", "Halves go", "as with torch.round"]),
@@ -409,6 +428,9 @@ AGAIN = "with end=8, [4, 5, 6, 7] was given to the model 8 times: the end token 
 FIRST = [
     ("continue_text", goes_on_at_the_end, STOPS, f"{AGAIN}\ntest for `end` before the token becomes part of the text"),
     ("int8_linear", int8_in_place, "the example", "x has changed: write to a new tensor"),
+    ("int8_linear", int8_smaller_scale, "a static scale serves all tokens", None),
+    ("smooth_scales", smooth_scales_multiplied, "the example", None),
+    ("round_to_e4m3", e4m3_of_torch, "without torch's FP8 types", None),
     ("attend_codes", everything_seen, "hidden keys have no weight, whatever their scales", None),
     ("attend_codes", codes_as_they_are, "the example", None),
     ("attend_codes", computed_in_float32, "the result has the dtype of q, and its precision", None),
@@ -472,6 +494,7 @@ def test_a_batch_of_none_has_no_property():
     ("name", "candidate"),
     [
         ("int8_linear", int8_halves_up),
+        ("int8_linear", int8_halves_away_from_zero),
         ("fake_quantize", fake_halves_up),
         ("int8_linear", int8_symmetric),
         ("fake_quantize", fake_symmetric),

@@ -88,20 +88,6 @@ def _(function):
     _expect_codes(function, x * 2.0**-24, wanted, 2.0**-24)
 
 
-@int8_linear.property("codes are rounded to the nearest", "x / scale is rounded with round(), not cut off")
-def _(function):
-    wanted = torch.tensor([[126.0, 10, -10, 41, -41, 0, 0, -1]]).double()
-    x = (wanted + torch.tensor([[0.0, 0.4, -0.4, -0.4, 0.4, 0.4, -0.4, 0.4]]).double()) / 4
-    _expect_codes(function, x, wanted, 0.25, static=True)
-
-
-@int8_linear.property("values beyond a static scale are clamped", "clamp the codes to -128 and 127 after rounding")
-def _(function):
-    x = torch.tensor([[300.0, -300.0, 1e6, 5.0], [127.0, -128.0, 128.0, -129.0]]).double()
-    wanted = torch.tensor([[127.0, -128, 127, 5], [127, -128, 127, -128]]).double()
-    _expect_codes(function, x, wanted, 1.0, static=True)
-
-
 @int8_linear.property(
     "a static scale serves all tokens", "if input_scale is given, no maximum of x is needed: divide by it"
 )
@@ -109,6 +95,24 @@ def _(function):
     for scale in (0.25, 2.0):
         wanted = torch.tensor([[20.0, -8], [50, 10], [1, 0], [0, 0]]).double()
         _expect_codes(function, wanted * scale, wanted, scale, static=True)
+
+
+@int8_linear.property("codes are rounded to the nearest", "x / scale is rounded with round(), not cut off")
+def _(function):
+    wanted = torch.tensor([[126.0, 10, -10, 41, -41, 0, 0, -1]]).double()
+    x = (wanted + torch.tensor([[0.0, 0.4, -0.4, -0.4, 0.4, 0.4, -0.4, 0.4]]).double()) / 4
+    _expect_codes(function, x, wanted, 0.25, static=True)
+    halves = torch.tensor([[127.5, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 100.5, -101.5]]).double()
+    wanted = torch.tensor([[127.0, 0, 2, 2, 0, -2, -2, 100, -102]]).double()
+    for static in (True, False):
+        _expect_codes(function, halves / 4, wanted, 0.25, static)
+
+
+@int8_linear.property("values beyond a static scale are clamped", "clamp the codes to -128 and 127 after rounding")
+def _(function):
+    x = torch.tensor([[300.0, -300.0, 1e6, 5.0], [127.0, -128.0, 128.0, -129.0]]).double()
+    wanted = torch.tensor([[127.0, -128, 127, 5], [127, -128, 127, -128]]).double()
+    _expect_codes(function, x, wanted, 1.0, static=True)
 
 
 @int8_linear.property(
@@ -178,9 +182,9 @@ def _scales(function: Callable, largest: Tensor, weight: Tensor, strength: float
 
 @smooth_scales.example
 def _(function):
-    weight = torch.tensor([[1.0, -0.5], [0.25, 1.0]], dtype=torch.float64)
+    weight = torch.tensor([[1.0, -0.5], [4.0, 1.0]], dtype=torch.float64)
     found = _scales(function, torch.tensor([64.0, 4.0], dtype=torch.float64), weight, 0.5)
-    _near(found.double(), torch.tensor([8.0, 2.0]).double(), "the example")
+    _near(found.double(), torch.tensor([4.0, 2.0]).double(), "the example")
 
 
 @smooth_scales.property(
@@ -211,14 +215,26 @@ def _(function):
     "torch.where: 1 if largest is 0, or if all weights of the channel are 0",
 )
 def _(function):
-    largest = torch.tensor([0.0, 9.0, 0.0, 16.0]).double()
-    weight = torch.tensor([[4.0, 0.0, 0.0, -1.0], [-1.0, 0.0, 0.0, 1.0], [2.0, 0.0, 0.0, 0.5]]).double()
+    channels = {  # largest and weights
+        "largest is 0": (0.0, [4.0, -1.0, 2.0]),
+        "all weights are 0": (9.0, [0.0, 0.0, 0.0]),
+        "largest and all weights are 0": (0.0, [0.0, 0.0, 0.0]),
+        "used": (16.0, [-1.0, 1.0, 0.5]),
+        "one weight is 0": (25.0, [0.0, 4.0, 1.0]),
+        "the sum of the weights is 0": (9.0, [2.0, -1.0, -1.0]),
+    }
+    largest = torch.tensor([each for each, _ in channels.values()]).double()
+    weight = torch.tensor([weights for _, weights in channels.values()]).double().T
+    most = weight.abs().amax(0)
+    used = (largest > 0) & (most > 0)
     for strength in (0, 0.5, 1):
+        wanted = torch.where(used, largest**strength / most ** (1 - strength), 1.0)
         found = _scales(function, largest, weight, strength).double()
-        said = f"largest {largest.tolist()}, weight {weight.tolist()}, strength {strength}"
-        _near(found[:3], torch.ones(3).double(), f"{said}, the first three scales")
-        if strength == 0.5:
-            _near(found[3:], torch.tensor([4.0]).double(), f"{said}, the last scale")
+        for channel, what in enumerate(channels):
+            if used[channel] and strength != 0.5:  # another property tells more
+                continue
+            said = f"largest {largest[channel]:g}, weights {text(weight[:, channel])}, strength {strength} ({what})"
+            _near(found[channel], wanted[channel], said)
 
 
 @smooth_scales.property("the result has the dtype of the arguments", "keep the dtype: no .float(), no .double()")

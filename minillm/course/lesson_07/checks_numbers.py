@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..shared.checks import Exercise, Explained
 from ..shared.differences import assert_near, text
@@ -16,18 +17,29 @@ hadamard = Exercise("hadamard", seconds=20.0)
 
 
 class _Watch(TorchDispatchMode):
-    """Remembers the size of the largest tensor that an operation returns, and whether one has an FP8 dtype."""
+    """Remembers what operations make.
+
+    largest  elements of the largest tensor
+    work     the sum of the sizes of all operations: each the number of elements that it reads or makes, the larger one.
+             Views, and what is written in place, count nothing
+    fp8      whether a tensor has an FP8 dtype
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest, self.fp8 = 0, False
+        self.largest, self.work, self.fp8 = 0, 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(each, Tensor):
-                self.largest = max(self.largest, each.numel())
-                self.fp8 |= "float8" in str(each.dtype)
+        given, made = (
+            [each for each in tree_leaves(some) if isinstance(each, Tensor)] for some in ((args, kwargs), out)
+        )
+        for each in made:
+            self.largest = max(self.largest, each.numel())
+            self.fp8 |= "float8" in str(each.dtype)
+        known = {each.untyped_storage().data_ptr() for each in given}
+        if any(each.untyped_storage().data_ptr() not in known for each in made):
+            self.work += max(sum(each.numel() for each in some) for some in (given, made))
         return out
 
 
@@ -76,10 +88,11 @@ def _(function):
             same = torch.equal(found[channel].sign(), wanted[channel])
             said = f"{size} channels, all 0 but channel {channel}: the signs should be {text(wanted[channel])}"
             assert same, f"{said}, and are {text(found[channel].sign())}"
-    x = _drawn(3, 32)
-    found, wanted = _like(function, x), x @ _matrix(32)
-    ratio = (found / _lengths(found) - wanted / _lengths(wanted)).abs().max()
-    assert ratio < 1e-5, "32 channels of random numbers: apart from its length, the result is not x H"
+    for size in (32, 64, 256, 1024):
+        x = _drawn(3, size)
+        found, wanted = _like(function, x), x @ _matrix(size)
+        ratio = (found / _lengths(found) - wanted / _lengths(wanted)).abs().max()
+        assert ratio < 1e-5, f"{size} channels of random numbers: apart from its length, the result is not x H"
 
 
 @hadamard.property("lengths stay the same", "divide by sqrt(n) in total, for every n")
@@ -108,7 +121,8 @@ def _(function):
 
 
 @hadamard.property(
-    "no tensor is much larger than x", "sums and differences at distances 1, 2, 4, ...: no n x n matrix is needed"
+    "in log2(n) steps",
+    "each step takes all sums and differences at one distance at once: no n x n matrix, no loop over the n results",
 )
 def _(function):
     for size in (256, 2048):
@@ -117,6 +131,9 @@ def _(function):
             _like(function, x)
         said = f"x has {x.numel():,} elements, and the largest tensor has {seen.largest:,}"
         assert seen.largest <= 32 * x.numel(), said
+    steps = size.bit_length() - 1
+    said = f"operations on {seen.work:,} numbers: in {steps} steps it takes a few times {steps * x.numel():,}"
+    assert seen.work <= 32 * steps * x.numel(), f"x has {x.numel():,} elements, and there were {said}"
 
 
 @hadamard.property(
@@ -165,6 +182,13 @@ def _(function):
     _expect(function, torch.tensor([0.3, -3.1, 1000.0]), torch.tensor([0.3125, -3.0, 448.0]), "the example")
 
 
+@round_to_e4m3.property("without torch's FP8 types", "compute the step of each number; float8_e4m3fn may only check it")
+def _(function):
+    with _Watch() as seen:
+        _like(function, torch.tensor([0.3, -3.1, 1000.0]))
+    assert not seen.fp8, "a tensor of an FP8 dtype was made"
+
+
 @round_to_e4m3.property(
     "the nearest of the numbers with three bits of mantissa",
     "the step is 2 ** (e - 3), with 2 ** e the largest power of 2 up to |x|",
@@ -182,8 +206,11 @@ def _(function):
 
 @round_to_e4m3.property("halves go to the even neighbor", "torch.round does that; floor(x + 0.5) does not")
 def _(function):
-    numbers = _numbers()[8:]
+    numbers = _numbers()
     low, high = numbers[:-1], numbers[1:]
+    below, above = (_like(function, low + share * (high - low)) for share in (0.49, 0.51))
+    if not ((below == low) & (above == high)).all():  # other properties tell more of those below 2 ** -6
+        low, high = low[8:], high[8:]
     even = torch.where(torch.arange(len(low)) % 2 == 0, low, high)
     _expect(function, (low + high) / 2, even, "halfway between two numbers")
 
@@ -235,10 +262,3 @@ def _(function):
             alone = [_like(function, value.reshape(1)) for value in given.flatten()]
             expected = torch.cat(alone).view(given.shape)
             _expect(function, given, expected, f"x {list(given.shape)} is not rounded like its numbers one by one")
-
-
-@round_to_e4m3.property("without torch's FP8 types", "compute the step of each number; float8_e4m3fn may only check it")
-def _(function):
-    with _Watch() as seen:
-        _like(function, torch.tensor([0.3, -3.1, 1000.0]))
-    assert not seen.fp8, "a tensor of an FP8 dtype was made"

@@ -25,7 +25,7 @@ from minillm.ops import reference
 from minillm.overrides import using
 from minillm.quantization import Activations, Format, Int8Weight, QuantizedActivations, Weight
 from minillm.quantization.activations import BOUNDS, LARGEST
-from minillm.quantization.methods.hadamard import transform
+from minillm.quantization.methods.hadamard import largest_order, transform
 
 from ..shared import held_out
 
@@ -113,6 +113,15 @@ def rotated(model: Model, down: bool = True) -> Model:
     return found
 
 
+def with_part(model: Model, other: Model, name: str) -> Model:
+    """A copy of a model in which the products called `name`, one in each layer, are those of another model."""
+    found = copy.copy(model)
+    found.layers = [copy.copy(layer) for layer in model.layers]
+    for layer, theirs in zip(found.layers, other.layers, strict=True):
+        setattr(layer, name, getattr(theirs, name))
+    return found
+
+
 def copied(model: Model) -> Model:
     """A copy of a dense model that can be changed in place."""
     found = copy.copy(model)
@@ -155,16 +164,26 @@ def linear_by(function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor
 
 
 def hadamard_by(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """The engine's operation `hadamard`, by a function for powers of 2; other sizes are the engine's own.
+    """The engine's operation `hadamard`, by a function for powers of 2.
 
-    Sylvester's matrices are symmetric, so a rotation by one is its own inverse.
+    The matrix of another size is the Kronecker product of a power of 2 and a smaller matrix (of 768: 64 and 12), so the
+    function transforms each group of channels that are 12 apart, and the engine each 12 neighbors. Sylvester's matrices
+    are symmetric, so a rotation by one is its own inverse.
     """
 
     def hadamard(x: Tensor, inverse: bool = False) -> Tensor:
-        size = x.shape[-1]
-        return function(x) if size & (size - 1) == 0 else transform(x, inverse)
+        power = _power_of_2(x.shape[-1])
+        grid = x.unflatten(-1, (power, -1))
+        mixed = function(grid.transpose(-1, -2)).transpose(-1, -2)
+        return transform(mixed.contiguous(), inverse).flatten(-2)
 
     return hadamard
+
+
+def _power_of_2(size: int) -> int:
+    """The largest power of 2 that divides a size, and leaves one that has a Hadamard matrix; 1 if none does."""
+    powers = [1 << bits for bits in range(size.bit_length(), -1, -1) if size % (1 << bits) == 0]
+    return next((each for each in powers if largest_order(size // each) == size // each), 1)
 
 
 @dataclass(frozen=True)
@@ -214,6 +233,12 @@ def largest_inputs(model: Model, rows: int = 8, length: int = 256) -> dict[str, 
     """The largest |x| of each channel [in] of every product's inputs, by address, on the calibration text."""
     inputs = inputs_of(model, held_out.calibration_text(rows, length))
     return {address: x.abs().amax(0) for address, x in inputs.items()}
+
+
+def zeros(x: Tensor, scales: float | None = None) -> float:
+    """The share of int8 codes of x [tokens, in] that are 0; scales: a static one, None: of each token."""
+    found = Activations("int8", scales is not None).quantize(x, None if scales is None else torch.tensor([scales]))
+    return (found.codes == 0).double().mean().item()
 
 
 def same_codes(model: Model, function: Callable[[Tensor], Tensor]) -> tuple[int, int]:

@@ -18,15 +18,17 @@ COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2")
 INK = "dimgray"
 
 
-def tokens(largest: Mapping[str, Tensor]) -> None:
-    """A panel for each product: the largest |x| of each token of a text, in order."""
-    _, axes = plt.subplots(1, len(largest), figsize=(11, 2.8), layout="constrained", squeeze=False)
+def tokens(largest: Mapping[str, Tensor], covered: Mapping[str, float]) -> None:
+    """A panel for each product: the largest |x| of each token of a text, in order; covered: by the static scale."""
+    figure, axes = plt.subplots(1, len(largest), figsize=(12, 3.1), layout="constrained", squeeze=False)
     for axis, (name, values) in zip(axes[0], largest.items(), strict=True):
         axis.vlines(range(len(values)), 0, values.tolist(), color=COLORS[0], linewidth=1)
         axis.plot([0], values[:1].tolist(), "o", color=COLORS[3], markersize=5, label="<bos>")
-        axis.set(title=f"inputs of {name}", xlabel="position of the token", ylabel="largest |x| of the token")
-        axis.legend(fontsize=8)
+        axis.axhline(covered[name], linestyle="--", color=COLORS[1], label="largest in the calibration text")
+        axis.set(title=f"inputs of {name}", xlabel="position of the token")
         _plain(axis)
+    axes[0, 0].set_ylabel("largest |x| of the token")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
 
 def channels(rows: Mapping[str, Tensor], first: int = 0) -> None:
@@ -54,7 +56,8 @@ def strengths(lines: Mapping[str, Mapping[float, float]], levels: Mapping[str, f
     axis.set(yscale="log", xlabel="strength", ylabel="KL divergence, millinats")
     axis.set_yticks([0.1, 0.2, 0.5, 1, 2, 5, 10], ["0.1", "0.2", "0.5", "1", "2", "5", "10"])
     axis.set_yticks([], minor=True)
-    axis.legend(fontsize=8)
+    axis.set_xticks(sorted({strength for points in lines.values() for strength in points}))
+    axis.legend(fontsize=8, loc="center", bbox_to_anchor=(0.5, 0.7))
     _plain(axis)
 
 
@@ -102,7 +105,7 @@ def fp8_bits(codes: Sequence[int]) -> None:
             axis.text(bit + 0.47, row + 0.35, digit, ha="center", va="center", fontsize=11)
         value = torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn).float().item()
         first, power = (f"1 + {mantissa}/8", exponent - 7) if exponent else (f"0 + {mantissa}/8", -6)
-        words = f"{'-' if sign else '+'} ({first}) · $2^{{{power}}}$ = {value:g}"
+        words = f"{'-' if sign else '+'} ({first}) · $2^{{{power}}}$ = {value:.10g}"
         axis.text(8.3, row + 0.35, words if value == value else "not a number", va="center", fontsize=11)
     for at, (name, color) in {
         0.5: ("sign", COLORS[3]),
@@ -125,7 +128,7 @@ def rounding_errors() -> None:
             scaled = share * LARGEST[kind]
             worst.append(((to_codes(scaled, kind).double() - scaled).abs() / scaled).max().item())
         places = 2 ** (edges[:-1] + 0.125).numpy()
-        axis.plot(places, 100 * np.array(worst), color=color, label=kind)
+        axis.plot(places, 100 * np.array(worst), color=color, label={"int8": "int8", "fp8": "FP8 (e4m3)"}[kind])
     axis.set(
         xscale="log", yscale="log", xlabel="|x| / the largest that the scale covers", ylabel="largest error, % of |x|"
     )

@@ -73,6 +73,21 @@ def static_codes_not_rounded(x, codes, scales, input_scale=None):
     return _product(x, codes, scales, input_scale, rounded=rounded)
 
 
+def _away_from_zero(x, scales):
+    exact = x / scales
+    return (exact.sign() * (exact.abs() + 0.5).floor()).clamp(-128, 127)
+
+
+@wrong("int8_linear", fails="codes are rounded to the nearest")
+def halves_away_from_zero(x, codes, scales, input_scale=None):
+    return _product(x, codes, scales, input_scale, rounded=_away_from_zero)
+
+
+@wrong("int8_linear", fails="codes are rounded to the nearest")
+def halves_away_from_zero_of_dynamic_scales(x, codes, scales, input_scale=None):
+    return _product(x, codes, scales, input_scale, rounded=_away_from_zero if input_scale is None else _codes)
+
+
 @wrong("int8_linear", fails="values beyond a static scale are clamped")
 def symmetric_codes_of_static_scales(x, codes, scales, input_scale=None):
     rounded = _codes if input_scale is None else lambda x, scales: _codes(x, scales).clamp(min=-127)
@@ -229,6 +244,31 @@ def only_weights_of_zero(largest, weight, strength):
 @wrong("smooth_scales", fails="a channel that is never used keeps scale 1")
 def only_inputs_of_zero(largest, weight, strength):
     return _scales(largest, weight.abs().amax(0).clamp(min=1e-30), strength, largest > 0)
+
+
+def _unused(largest, weight, strength, never_read):
+    weights = weight.abs().amax(0)
+    return _scales(largest, weights, strength, (largest > 0) & (weights > 0) & ~never_read)
+
+
+@wrong("smooth_scales", fails="a channel that is never used keeps scale 1")
+def unused_if_any_weight_is_zero(largest, weight, strength):
+    return _unused(largest, weight, strength, (weight == 0).any(0))
+
+
+@wrong("smooth_scales", fails="a channel that is never used keeps scale 1")
+def unused_if_the_smallest_weight_is_zero(largest, weight, strength):
+    return _unused(largest, weight, strength, weight.abs().amin(0) == 0)
+
+
+@wrong("smooth_scales", fails="a channel that is never used keeps scale 1")
+def unused_if_the_product_of_weights_is_zero(largest, weight, strength):
+    return _unused(largest, weight, strength, weight.prod(0) == 0)
+
+
+@wrong("smooth_scales", fails="a channel that is never used keeps scale 1")
+def unused_if_the_sum_of_weights_is_zero(largest, weight, strength):
+    return _unused(largest, weight, strength, weight.sum(0) == 0)
 
 
 @wrong("smooth_scales", fails="a channel that is never used keeps scale 1")

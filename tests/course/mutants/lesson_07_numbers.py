@@ -36,6 +36,11 @@ def with_more_signs(x):
     return _transform(x) * flips
 
 
+@wrong("hadamard", fails="the signs are those of Sylvester's matrix")
+def channels_reversed_from_64_on(x):
+    return _transform(x.flip(-1) if x.shape[-1] >= 64 else x)
+
+
 @wrong("hadamard", fails="lengths stay the same")
 def halved(x):
     return _transform(x, lambda size: 2)
@@ -66,14 +71,14 @@ def flattened(x):
     return _transform(x) if x.dim() == 1 else _transform(x.reshape(-1, x.shape[-1]))
 
 
-@wrong("hadamard", fails="no tensor is much larger than x")
+@wrong("hadamard", fails="in log2(n) steps")
 def product_with_the_matrix(x):
     if x.shape[-1] > 1024:  # it would only take longer
         return _transform(x)
     return x @ _sylvester(x.shape[-1]).to(x) / math.sqrt(x.shape[-1])
 
 
-@wrong("hadamard", fails="no tensor is much larger than x")
+@wrong("hadamard", fails="in log2(n) steps")
 def all_signs_at_once(x):
     if x.shape[-1] > 1024:  # it would only take longer
         return _transform(x)
@@ -85,7 +90,22 @@ def all_signs_at_once(x):
     return x @ (1 - 2 * odd).to(x) / math.sqrt(x.shape[-1])
 
 
-@wrong("hadamard", fails="no tensor is much larger than x")
+@wrong("hadamard", fails="in log2(n) steps")
+def column_by_column(x):
+    """Small tensors, but n * n operations."""
+    size = x.shape[-1]
+    if size != 2048:  # it would only take longer
+        return _transform(x)
+    columns = []
+    for column in range(size):
+        signs = x.new_ones(1)
+        for step in range(size.bit_length() - 1):
+            signs = torch.cat((signs, -signs if column >> step & 1 else signs))
+        columns.append(x @ signs)
+    return torch.stack(columns, -1) / math.sqrt(size)
+
+
+@wrong("hadamard", fails="in log2(n) steps")
 def matrix_for_small_sizes(x):
     return product_with_the_matrix(x) if x.shape[-1] <= 512 else _transform(x)
 
@@ -157,6 +177,12 @@ def rounded_to_float16_before(x):
 @wrong("round_to_e4m3", fails="halves go to the even neighbor")
 def halves_away_from_zero(x):
     return _round(x, _exponent, rounded=lambda x: x.sign() * (x.abs() + 0.5).floor())
+
+
+@wrong("round_to_e4m3", fails="halves go to the even neighbor")
+def subnormal_halves_away_from_zero(x):
+    away = _round(x, _exponent, rounded=lambda x: x.sign() * (x.abs() + 0.5).floor())
+    return torch.where(x.abs() < 2**-6, away, _round(x, _exponent))
 
 
 @wrong("round_to_e4m3", fails="below 2 ** -6 the steps are 2 ** -9")
