@@ -5,6 +5,7 @@ from . import Fault
 ROUTER = "minillm/deploy/router.py"
 TESTS = "tests/deploy/test_router.py"
 PLACES = "minillm/deploy/places.py"
+SCALING = "minillm/deploy/scaling.py"
 FAULTS = [
     Fault(
         "the router ignores the load",
@@ -89,5 +90,33 @@ FAULTS = [
         "if pair[0] != worker}",
         "if worker is not None}",
         "tests/deploy/test_replicas.py",
+    ),
+    Fault(
+        "replicas that have not reported yet count as idle",
+        SCALING,
+        "if not loads or len(loads) < context.current_num_replicas:",
+        "if not loads:",
+        "tests/deploy/test_scaling.py",
+    ),
+    Fault(
+        "answers that wait need no replica",
+        SCALING,
+        "return self.prompts + ANSWER * self.waiting",
+        "return self.prompts",
+        "tests/deploy/test_scaling.py",
+    ),
+    Fault(
+        "replicas end although what runs would not fit",
+        SCALING,
+        "for each in loads) / ROOM), 1))",
+        "for each in loads)), 1))",
+        "tests/deploy/test_scaling.py",
+    ),
+    Fault(
+        "a model's own options give way to those of all",
+        "minillm/deploy/settings.py",
+        '{**common["options"], **mine["options"]}',
+        '{**mine["options"], **common["options"]}',
+        "tests/deploy/test_settings.py",
     ),
 ]
