@@ -33,13 +33,28 @@ model, tokenizer = llm.engine.model, llm.tokenizer
 # read once however many tokens use them. A server with many users fills its batch with their requests. But an answer
 # for a single user comes one token per step, and each step does a fraction of the work that it has time for.
 #
-# Here is what a committed record says of Gemma 2B (in bfloat16, on an H200). In each of these steps every token belongs
-# to a request of its own.
+# A committed record has the times of such steps, of Gemma 2B in bfloat16 on an H200. In each of them every token
+# belongs to a request of its own.
+#
+# **Predict first.** How many times as long as a step of one token does a step of eight tokens take there?
+
+# %% tags=["exercise"]
+guess_eight = 1.1  # PREDICT: time of a step of 8 tokens, as a multiple of a step of 1
 
 # %%
 recorded = speculating.recorded_ms()
 for tokens, ms in recorded.items():
     print(f"a step of {tokens:2} tokens: {ms:.2f} ms, {ms / tokens:.2f} ms a token")
+compare("8 tokens", unit="times", prediction=guess_eight, measured=recorded[8] / recorded[1])
+
+# %% [markdown]
+# It is a little less free than it was: for a single token the engine now has a faster step of its own (lesson 11),
+# which several tokens cannot use. From 4 tokens to 64, the time grows by little more than a quarter. On the CPU of this
+# machine, with the small embedded model, most of a step's time does not depend on the number of tokens either:
+
+# %% tags=["nbval-ignore-output"] uncompared="times"
+for tokens, ms in speculating.milliseconds(model).items():
+    print(f"a step of {tokens:2} tokens: {ms:5.2f} ms, {ms / tokens:5.2f} ms a token")
 
 # %% [markdown]
 # Could the eight tokens of a step be eight tokens of *the same* answer? The second one needs the first as its input,
@@ -75,31 +90,13 @@ place. What is to the right of it is gray.""")
 # that the target chose itself. The gray tokens say nothing. They were computed after a wrong token, for a text that
 # does not exist.
 #
-# **Predict first.** How many times as long as a step of one token does a step of eight tokens take, on the H200?
-
-# %% tags=["exercise"]
-guess_eight = 1.1  # PREDICT: time of a step of 8 tokens, as a multiple of a step of 1
-
-# %%
-compare("8 tokens", unit="times", prediction=guess_eight, measured=recorded[8] / recorded[1])
-
-# %% [markdown]
-# It is less free than it looks: for a single token the engine has a faster step of its own (lesson 11), which several
-# tokens cannot use. From 4 tokens to 64, the time grows by little more than a quarter. On the CPU of this machine, with
-# the small embedded model, most of a step's time does not depend on the tokens either:
-
-# %% tags=["nbval-ignore-output"] uncompared="times"
-for tokens, ms in speculating.milliseconds(model).items():
-    print(f"a step of {tokens:2} tokens: {ms:5.2f} ms, {ms / tokens:5.2f} ms a token")
-
-# %% [markdown]
 # ## 2 · Agreement · 19 min
 #
 # When is a draft *right*? With greedy decoding that is easy: it must be the most likely token. With a temperature, the
 # target's next token is drawn at random, and there seems to be no right one.
 #
 # In this engine there is. To draw a token, the sampler takes one random number between 0 and 1, and picks the first
-# token at which the cumulative sum of the probabilities exceeds it (lesson 02). The number is computed from the
+# token at which the cumulative sum of the probabilities exceeds it. The number is computed from the
 # request's **seed** and the token's **position** in the text, and from nothing else:
 
 # %%
@@ -177,7 +174,7 @@ def speculate(ids, count, drafter, temperature, rollback=True):
     text, end = list(ids), len(ids) + count
     text.append(choose(target.run(text)[-1], len(text), temperature))  # the prompt's step
     steps = 1
-    while len(text) < end:
+    while len(text) < end and steps < count:  # each step gains a token at least
         drafts = drafter(text, min(7, end - len(text) - 1))
         logits = target.run([text[-1], *drafts])
         sampled = [choose(row, len(text) + i, temperature) for i, row in enumerate(logits)]

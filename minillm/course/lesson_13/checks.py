@@ -115,11 +115,13 @@ def _(function):
 
 
 @lookup.property(
-    "if fewer tokens follow, they are the drafts", "the text ends there: no more tokens are known to follow"
+    "if fewer tokens follow, they are the drafts",
+    "the text ends there: no more tokens are known to follow; the newest place counts all the same",
 )
 def _(function):
     _found(function, [9, 1, 2, 3, 1, 2], 7, [3, 1, 2])
     _found(function, [9, 8, 7, 6, 5, 8, 7], 12, [6, 5, 8, 7])
+    _found(function, [9, 1, 2, 3, 4, 5, 1, 2, 6, 1, 2], 8, [6, 1, 2])  # more would follow an older place
 
 
 @lookup.property(
@@ -159,6 +161,7 @@ def _(function):
     _found(function, [9, 1, 2, 5, 2, 1, 6, 1, 2], 6, [5, 2, 1, 6, 1, 2])
     _found(function, [9, 1, 2, 5, 1, 7, 6, 1, 2], 6, [5, 1, 7, 6, 1, 2])
     _found(function, [9, 1, 2, 5, 7, 2, 6, 1, 2], 6, [5, 7, 2, 6, 1, 2])
+    _found(function, [9, 1, 2, 5, 11, 2, 6, 1, 2], 6, [5, 11, 2, 6, 1, 2])  # "1 2" stands in "11 2", as text
 
 
 @lookup.property("a place at the very beginning counts", "where does the search end?")
@@ -205,10 +208,11 @@ def _(function):
 
 
 @best_count.property(
-    "no draft where none is worth its time",
-    "every step gains the target's own token, too: the sum begins with 1, also for a step without drafts",
+    "the most tokens per ms, with the token that every step gains",
+    "divide by the time of the whole step; the sum begins with 1, the target's own token, also without drafts",
 )
 def _(function):
+    _count(function, 0.96875, [1.0, 1.25, 2.0], 1)
     _count(function, 0.5, [1.0, 1.75], 0)
     _count(function, 0.25, [1.0, 1.5, 1.75, 2.0], 0)
     _count(function, 0.5, [4.0], 0)

@@ -135,12 +135,24 @@ def no_overlap(tokens, most, sizes=SIZES):
     return []
 
 
-@wrong("lookup", fails="of several places, the newest one counts")
-def the_oldest_place(tokens, most, sizes=SIZES):
+@wrong("lookup", fails="if fewer tokens follow, they are the drafts")
+def an_older_place_that_more_tokens_follow(tokens, most, sizes=SIZES):
     for size in sizes:
-        if places := [begin for begin in _places(tokens, size) if tokens[begin] != tokens[begin + 1] or size == 1]:
-            return tokens[places[-1] + size : places[-1] + size + most]
-    return _drafts(tokens, most, sizes)
+        if places := _places(tokens, size):
+            enough = [begin for begin in places if begin + size + most <= len(tokens)]
+            begin = (enough or places)[0] + size
+            return tokens[begin : begin + most]
+    return []
+
+
+@wrong("lookup", fails="of several places, the newest one counts")
+def the_oldest_place_if_enough_tokens_follow_the_newest(tokens, most, sizes=SIZES):
+    for size in sizes:
+        if places := _places(tokens, size):
+            newest, oldest = places[0] + size, places[-1] + size
+            begin = oldest if size < 4 and newest + most <= len(tokens) and most > 1 else newest
+            return tokens[begin : begin + most]
+    return []
 
 
 @wrong("lookup", fails="the longest n-gram goes first")
@@ -160,6 +172,16 @@ def the_last_token_only(tokens, most, sizes=SIZES):
         for begin in range(len(tokens) - size - 1, -1, -1):
             if tokens[begin + size - 1] == tokens[-1] and (size == 2 or begin in _places(tokens, size)):
                 return tokens[begin + size : begin + size + most]
+    return []
+
+
+@wrong("lookup", fails="all n tokens are the same, in the same order")
+def searches_in_text(tokens, most, sizes=SIZES):
+    text = " ".join(map(str, tokens))
+    for size in sizes:
+        last = " ".join(map(str, tokens[-size:]))
+        if size < len(tokens) and (at := text.rfind(last, 0, len(text) - 1)) >= 0:
+            return [int(each) for each in text[at + len(last) :].split()[:most]]
     return []
 
 
@@ -194,15 +216,21 @@ def _best(p, step_ms, tokens):
     return rates.index(max(rates))
 
 
-@wrong("best_count", fails="no draft where none is worth its time")
+@wrong("best_count", fails="the most tokens per ms, with the token that every step gains")
 def only_the_drafts(p, step_ms):
     return _best(p, step_ms, lambda p, count: sum(p**power for power in range(1, count + 1)))
 
 
-@wrong("best_count", fails="no draft where none is worth its time")
+@wrong("best_count", fails="the most tokens per ms, with the token that every step gains")
 def a_draft_that_is_likely_enough(p, step_ms):
     best = best_of(p, step_ms)
     return max(best, 1) if p >= 0.5 and len(step_ms) > 1 else best
+
+
+@wrong("best_count", fails="the most tokens per ms, with the token that every step gains")
+def the_most_time_saved(p, step_ms):
+    saved = [sum(p**power for power in range(count + 1)) * step_ms[0] - ms for count, ms in enumerate(step_ms)]
+    return saved.index(max(saved))
 
 
 @wrong("best_count", fails="a draft counts only if all those before it are right")
