@@ -70,11 +70,12 @@ for rows, guess in ((16, guess_few), (1024, guess_many)):
     compare(f"{rows:,} rows", unit="times faster", prediction=guess, measured=gain)
 
 # %% [markdown]
-# With 16 rows, FP8 halves the time to read the weights, but reading is not all: in both formats, the products take
-# about 0.3 ms more than reading at the rate of a plain copy would take (section 7: 1.19 and 0.60 ms).
+# With 16 rows, FP8 halves the time to read the weights, but not the rest of a product's time. In both formats, the
+# products take about 0.3 ms more than reading alone would take at the rate of a plain copy (section 7: 1.19 and 0.60
+# ms).
 #
 # These are the times of the products alone. Everything between them takes as long as before, and quantizing the
-# activations takes extra time. The other cost is quality, which is what this lesson is about.
+# activations takes extra time. The other cost is quality, the subject of this lesson.
 #
 # Weights are rounded once, before the model is served. Activations are different for every token, so they are rounded
 # in every step, while the request waits.
@@ -492,9 +493,9 @@ check(hadamard)
 # final norm.
 #
 # The engine's `rotate` does all this, with random signs before $H$, so that no regular pattern of outliers adds up. The
-# online part is the operation `hadamard`, which `using` replaces with yours. (`down` has 768 = 64 x 12 inputs, and
-# Paley (1933) found a Hadamard matrix of order 12. So `hadamard_by` passes 12 groups of 64 channels to your function,
-# and the engine then combines the groups.)
+# online part is the operation `hadamard`, which `using` replaces with yours. (`down` has 768 = 64 x 12 inputs, not a
+# power of 2, but Paley (1933) found a Hadamard matrix of order 12. So `hadamard_by` passes 12 groups of 64 channels to
+# your function, and the engine then combines the groups.)
 #
 # Nothing was planted in the original `tiny-gemma`, but the inputs of its `down` are uneven, as section 2 showed.
 #
@@ -758,10 +759,10 @@ real_model.report(
 
 # %% [markdown]
 # Quantizing activations to int8 as well costs nine times as much as quantizing only the weights. Static scales multiply
-# that cost by 28, and perplexity doubles. In a smoothed model, it still rises by 14%. FP8 loses only a quarter more
-# with static scales than with dynamic ones. With dynamic scales, SmoothQuant and rotation undo most of the loss, and
-# then int8 loses *less* than FP8: a fifth as much when rotated. W4A8, which uses AWQ's weights, loses only slightly
-# more than AWQ.
+# that cost by 28, and perplexity doubles. In a smoothed model, perplexity still rises by 14% with them. FP8 loses only
+# a quarter more than with dynamic scales. With dynamic scales, SmoothQuant and rotation undo most of the loss, and then
+# int8 loses *less* than FP8: a fifth as much when rotated. W4A8, which uses AWQ's weights, loses only slightly more
+# than AWQ.
 #
 # What could W4A8 gain? The next cell computes floors for Gemma 2B, as in lesson 05: a step takes at least the time to
 # read all weights at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's

@@ -16,8 +16,8 @@ def kl(name: str) -> float:
 
 def test_what_reading_leaves_of_a_product_of_16_rows():
     lesson.says(
-        "the products take about 0.3 ms more than reading at the rate of a plain copy would take (section 7: 1.19 and "
-        "0.60 ms)"
+        "the products take about 0.3 ms more than reading alone would take at the rate of a plain copy (section 7: "
+        "1.19 and 0.60 ms)"
     )
     bf16, fp8 = lesson.numbers(r"^ +16 +([\d.]+) ms +([\d.]+) ms$")
     for name, reading, product in (("bfloat16", 1.19, bf16), ("FP8", 0.60, fp8)):
@@ -71,8 +71,8 @@ def test_what_eight_bit_activations_add_to_four_bit_weights():
 def test_losses_of_smollm2():
     lesson.says(
         "costs nine times as much as quantizing only the weights. Static scales multiply that cost by 28, and "
-        "perplexity doubles. In a smoothed model, it still rises by 14%. FP8 loses only a quarter more with static "
-        "scales than with dynamic ones.",
+        "perplexity doubles. In a smoothed model, perplexity still rises by 14% with them. FP8 loses only a quarter "
+        "more than with dynamic scales.",
         "then int8 loses *less* than FP8: a fifth as much when rotated.",
     )
     rows = real_model.quality()
