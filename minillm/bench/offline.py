@@ -45,15 +45,17 @@ class Minillm:
         """As `timed`."""
         return timed(self.llm, requests, temperature, extra)
 
-    def formats(self) -> dict[str, str | None]:
+    def formats(self) -> dict[str, Any]:
         """The model and the formats of its weights and cache, for a record's row."""
         engine = self.llm.engine
-        return {
+        found = {
             "model": engine.name,
             "quantization": engine.config.quantization,
             "quantized_head": engine.config.quantized_head,
             "kv_cache_dtype": engine.facts.kv_cache_dtype,
         }
+        ranks = engine.config.tensor_parallel_size
+        return found if ranks == 1 else found | {"tensor_parallel": ranks}
 
 
 def timed(

@@ -132,7 +132,9 @@ class Memory:
             return max(long, self.step_bytes(count, rows))
         except torch.OutOfMemoryError as error:
             halves = (count >> halvings for halvings in range(1, count.bit_length()))
-            fitting = next((fewer for fewer in halves if self._step_fits(fewer, rows)), None)
+            fitting = None
+            if self.model.parallel.size == 1:  # other ranks would be in the middle of the first step still
+                fitting = next((fewer for fewer in halves if self._step_fits(fewer, rows)), None)
             way = f"max_num_batched_tokens={fitting} would fit" if fitting else "use a smaller model or dtype"
             raise ConfigError(
                 f"a step of max_num_batched_tokens={count} and max_num_seqs={rows} does not fit next to the weights "

@@ -6,6 +6,7 @@ import pytest
 import minillm
 from minillm import LLM, SamplingParams
 from minillm.errors import ConfigError
+from minillm.model.loader import EMBEDDED
 from minillm.overrides import OverrideError
 from tests import models
 from tests.engine.test_remote_executor import STREAMS, TIGHT, requests
@@ -61,9 +62,11 @@ def test_two_ranks_generate_one_devices_tokens_with_all_options_of_sampling(two)
     assert stats["preemptions"] > 0 and stats["prefix_hit_tokens"] > 0
 
 
-def test_two_ranks_check_drafts(two):
+@pytest.mark.parametrize("speculate", ["ngram", pytest.param(str(EMBEDDED), marks=pytest.mark.proof)])
+def test_two_ranks_check_drafts(two, speculate):
+    """A draft model runs in the engine's own process."""
     prompts, params = requests()
-    stats = assert_the_same(two, None, [prompt * 3 for prompt in prompts[:6]], params[:6], speculate="ngram")
+    stats = assert_the_same(two, None, [prompt * 3 for prompt in prompts[:6]], params[:6], speculate=speculate)
     assert stats["drafts"] > 0
 
 

@@ -4,6 +4,7 @@ import gc
 import re
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,14 @@ def test_the_trial_run_of_the_largest_step_leaves_no_state(llm, count):
 def test_a_step_that_does_not_fit_suggests_one_that_does(llm):
     config = replace(CONFIG, max_num_batched_tokens=100, max_num_seqs=9)
     with pytest.raises(ConfigError, match="max_num_batched_tokens=100 .* max_num_batched_tokens=12 would fit"):
+        llm.engine.executor.runner.memory.workspace(config)
+
+
+def test_a_rank_tries_no_other_step_because_the_others_would_wait_for_the_first(llm, monkeypatch):
+    config = replace(CONFIG, max_num_batched_tokens=100, max_num_seqs=9)
+    monkeypatch.setattr(llm.engine.model, "parallel", SimpleNamespace(size=2))
+    monkeypatch.setattr(memory.Memory, "_step_fits", lambda *arguments: pytest.fail("another step"))
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=100 .* use a smaller model or dtype"):
         llm.engine.executor.runner.memory.workspace(config)
 
 
