@@ -115,7 +115,7 @@ def decode(llm: LLM, requests: int, context: int = 64, steps: int = 24, *, tempe
     batch = [engine.prepare(_ids(llm, context, seed), params) for seed in range(requests)]
     for tracked in batch:
         engine.submit(tracked)
-    while engine.scheduler.waiting or any(tracked.completion.first_token_time is None for tracked in batch):
+    while engine.stats()["waiting"] or any(tracked.completion.first_token_time is None for tracked in batch):
         engine.step()
     engine.step()
     _wait(llm.config.device)

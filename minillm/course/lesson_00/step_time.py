@@ -157,7 +157,7 @@ def _decoding(requests: int) -> Iterator["_Decode"]:
         params = SamplingParams(max_tokens=2 * ROUNDS * STEPS, temperature=0, ignore_eos=True)
         for seed in range(requests):
             engine.submit(engine.prepare(list(range(10 + seed, 10 + seed + CONTEXT)), params))
-        while engine.scheduler.waiting:
+        while engine.stats()["waiting"]:
             engine.step()
         for _ in range(10):
             engine.step()
