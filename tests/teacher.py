@@ -63,7 +63,7 @@ class Teacher:
 
 def uniforms_of(seed: int, lengths: np.ndarray) -> np.ndarray:
     from minillm.runner.sampler import uniforms
-    from minillm.runner.state import mix
+    from minillm.runner.sampling_columns import mix
 
     return uniforms(mix(np.full(len(lengths), seed, np.int64).astype(np.uint64)), lengths)
 

@@ -30,7 +30,7 @@ from minillm.runner.draft_model import loaded
 from minillm.runner.executor import Executor, Facts, LocalExecutor, WatchedExecutor
 from minillm.runner.launched import Results, StepInFlight
 from minillm.runner.plan import Plan
-from minillm.runner.sampler import derived_seed
+from minillm.runner.sampling_columns import derived_seed
 from minillm.scheduler.checked import PARTS
 from minillm.scheduler.policies import POLICIES
 from minillm.scheduler.scheduler import Scheduler

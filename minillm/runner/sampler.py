@@ -18,7 +18,8 @@ from minillm.ops.signatures import Truncation
 
 from . import sharded_sampling
 from .logprobs import widened
-from .state import PENALTIES, TRUNCATION, RowState, mix
+from .sampling_columns import PENALTIES, TRUNCATION, mix
+from .state import RowState
 
 GENERAL_AT_ONCE = 256  # rows adjusted at a time: with Gemma's vocabulary each takes a few MB
 
@@ -197,9 +198,3 @@ def penalize(
     seen = logits.gather(1, ids)
     seen = torch.where(seen > 0, seen / repetition, seen * repetition) - frequency * count - presence * (count > 0)
     return logits.scatter_(1, ids, seen)
-
-
-def derived_seed(seed: int, count: int) -> int:
-    """The seed of request number `count`, if it sets none, in an engine seeded with `seed`."""
-    mixed = mix(mix(np.array([seed]).astype(np.uint64)) + np.uint64(count))
-    return int(mixed.astype(np.int64)[0])

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="kernels need triton, which exists for Linu
 
 from minillm.kernels import decode_step
 from minillm.runner.sampler import uniforms
-from minillm.runner.state import mix
+from minillm.runner.sampling_columns import mix
 from tests.chance import SEED
 
 pytestmark = pytest.mark.explore

@@ -12,7 +12,7 @@ from tests.project.makefile import ROOT
 PAGE = ROOT / "docs" / "reading.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 LEFT_OUT = (ROOT / "docs" / "left_out.md").read_text(encoding="utf-8")
-MOST_LINES = 2_850  # of code in the core
+MOST_LINES = 2_800  # of code in the core
 LINK = re.compile(r"\]\(\.\./([^)#]+)\)")
 NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
 

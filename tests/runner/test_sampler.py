@@ -9,8 +9,9 @@ import torch
 from minillm import InvalidRequest, SamplingParams, ops
 from minillm.ops.signatures import Truncation
 from minillm.runner.logprobs import top_logprobs
-from minillm.runner.sampler import Sampler, derived_seed, forbid, uniforms
-from minillm.runner.state import RowState, mix
+from minillm.runner.sampler import Sampler, forbid, uniforms
+from minillm.runner.sampling_columns import derived_seed, mix
+from minillm.runner.state import RowState
 from minillm.scheduler.step import NewRow
 
 pytestmark = pytest.mark.key

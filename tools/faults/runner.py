@@ -2,7 +2,7 @@
 
 from . import Fault
 
-SAMPLER, STATE = "minillm/runner/sampler.py", "minillm/runner/state.py"
+SAMPLER, COLUMNS = "minillm/runner/sampler.py", "minillm/runner/sampling_columns.py"
 
 FAULTS = (
     Fault(
@@ -35,21 +35,21 @@ FAULTS = (
     ),
     Fault(
         "a parameter of 0 leaves the previous request's value in the row",
-        STATE,
+        COLUMNS,
         "column[row] = greedy.get(name, min(getattr(params, name), MOST_K))",
         "column[row] = greedy.get(name, min(getattr(params, name), MOST_K)) or column[row]",
         "tests/runner/test_sampler.py -k request_before",
     ),
     Fault(
         "a greedy row keeps the previous request's temperature",
-        STATE,
+        COLUMNS,
         "self.temperature[row] = params.temperature",
         "self.temperature[row] = params.temperature or self.temperature[row]",
         "tests/runner/test_sampler.py -k request_before",
     ),
     Fault(
         "a row keeps the last request's mask",
-        STATE,
+        COLUMNS,
         "self.masked[row] = params.grammar is not None",
         "self.masked[row] |= params.grammar is not None",
         "tests/engine/test_structured_output.py -k forgets",

@@ -19,7 +19,7 @@ from minillm.ops import Rows
 from minillm.overrides import using
 from minillm.request import SamplingParams
 from minillm.runner.sampler import uniforms
-from minillm.runner.state import mix
+from minillm.runner.sampling_columns import mix
 from minillm.speculation import Asked, Speculation
 from minillm.speculation.ngram import NgramIndex
 from minillm.trace import Trace, replay
