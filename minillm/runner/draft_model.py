@@ -69,6 +69,7 @@ class DraftModel:
             quantization=None,
             quantized_head=None,
             kv_cache_dtype="auto",
+            tensor_parallel_size=1,
             max_model_len=self.longest,
             num_blocks=_blocks(described, config, self.longest),
             plan=None,

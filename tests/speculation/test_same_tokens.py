@@ -173,6 +173,18 @@ def test_a_draft_model_changes_nothing_that_a_request_gets(engine, count, draft)
     assert stats["draft_tokens"] > 3 * count and stats["accepted_tokens"] > stats["draft_tokens"] / 5
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("speculate", ["ngram", EMBEDDED], ids=["ngram", "draft model"])
+def test_drafts_change_nothing_where_ranks_share_the_model(speculate):
+    prompts, params = [REPEATED, "There was a dog"], SamplingParams(max_tokens=24, temperature=0.7, seed=1)
+    made = {"dtype": "float64", "device": "cpu", "num_blocks": 100}
+    with LLM(**made) as plain:
+        expected = outcomes(plain, prompts, params)
+    with LLM(**made, speculate=speculate, tensor_parallel_size=2) as llm:
+        assert differences(expected, outcomes(llm, prompts, params)) == []
+        assert llm.stats()["accepted_tokens"] > (20 if speculate == EMBEDDED else -1)
+
+
 def test_a_model_that_drafts_for_itself_is_always_right():
     """Whatever the parameters are, but for grammars, which drafts do not know."""
     prompts, params = requests(8, seed=5)
