@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -64,3 +65,10 @@ def test_the_repository_stays_below_48_mib():
     assert sum(sizes.values()) < 48 << 20
     big = [path.name for path, size in sizes.items() if size > 13 << 20]
     assert not big, f"one file is most of the repository: {big}"
+
+
+def test_mypy_demands_annotations_in_every_room_but_the_course():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["overrides"]
+    (demanding,) = (each["module"] for each in settings if each.get("disallow_untyped_defs"))
+    rooms = {path.parent.name for path in (ROOT / "minillm").glob("*/__init__.py")} - {"course"}
+    assert rooms <= {module.split(".")[1] for module in demanding}
