@@ -112,6 +112,8 @@ def test_what_section_14_says_about_floors(lesson):
     floors = report_card.floors_ms(PRECISIONS)
     ratios = {name: took / least for name, (least, took) in floors.items()}
     lesson.says(f"bf16 takes {ratios['bf16']:.2f} times its floor, int4 {ratios['int4']:.2f} times")
+    lost = {name: took - least for name, (least, took) in floors.items()}
+    lesson.says(f"it is {lost['bf16']:.2f} ms in bf16, {lost['fp8']:.2f} in fp8 and {lost['int4']:.2f} in int4")
     printed = {name: lesson.number(rf"^{name} .* ms between tokens, ([\d.]+) times its floor") for name in ratios}
     assert printed == {name: round(ratio, 2) for name, ratio in ratios.items()}
     least, took, _ = report_card.lost(step_of("chat"))["matrix products"]
