@@ -54,7 +54,7 @@ compare("8 tokens", unit="times", prediction=guess_eight, measured=recorded[8] /
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 for tokens, ms in speculating.milliseconds(model).items():
-    print(f"a step of {tokens:2} tokens: {ms:5.2f} ms, {ms / tokens:5.2f} ms a token")
+    print(f"a step of {tokens:2} tokens: {ms:5.2f} ms of CPU time, {ms / tokens:5.2f} a token")
 
 # %% [markdown]
 # Could the eight tokens of a step be eight tokens of *the same* answer? The second one needs the first as its input,
@@ -234,7 +234,8 @@ for temperature in (0, TEMPERATURE):
 # %%
 cheat = Erring(ids + plain[0].answer)
 stale, steps = speculate(ids, 80, cheat, 0, rollback=False)
-differs = next(at for at, pair in enumerate(zip(stale, plain[0].answer)) if pair[0] != pair[1])
+pairs = enumerate(zip(stale, plain[0].answer))
+differs = next((at for at, (one, other) in pairs if one != other), 0)
 print(f"the first {differs} tokens are the same; then:")
 for name, tokens in {"right": plain[0].answer, "stale": stale}.items():
     print(f"  {name}: {tokenizer.decode(tokens[differs - 3 : differs + 12])!r}")
@@ -548,14 +549,14 @@ for label, (before, every, chosen) in runs.items():
 # drafts, a row must wait until its last token is known, and cannot run ahead (lesson 10). On this machine:
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-print(f"{'seconds on this machine':28}no drafts   all   as the engine decides")
+print(f"{'CPU seconds, this machine':28}no drafts   all   as the engine decides")
 for name, prompt in PROMPTS.items():
     decided = speculating.run(prompt, MyProposer, every_draft=False)
     ways = (without[name, 0], with_lookup[name, 0], decided)
     print(f"{name + ', temperature 0':28}", *(f"{each.seconds:8.2f}" for each in ways))
 
 # %% [markdown]
-# (Single runs of half a second: do not read much into small differences.)
+# (Each way ran once: do not read much into small differences.)
 #
 # ## 6 · Rejection sampling · 20 min
 #
@@ -644,14 +645,14 @@ def accept_with_p(p, q, draft, u, v):
 rule = yours(accept_or_resample, speculating.accept_or_resample)
 ONLY_1, ONLY_3 = np.eye(5)[1], np.eye(5)[3]
 variants = {  # the rule, the q that it is given, the distribution of the drafts
-    "exercise 4": (rule, Q, Q),
+    "your rule" if solved(accept_or_resample) else "the right rule": (rule, Q, Q),
     "A": (resample_from_p, Q, Q),
     "B": (accept_with_p, Q, Q),
     "C": (rule, ONLY_1, ONLY_1),
     "D": (rule, Q, ONLY_3),
 }
 DRAWS, rng = 20_000, np.random.default_rng(0)
-print(f"{'p':12}", *(f"{each:6.3f}" for each in P))
+print(f"{'p':14}", *(f"{each:6.3f}" for each in P))
 distances = {}
 for name, (variant, q, drawn_from) in variants.items():
     chosen = rng.choice(5, size=DRAWS, p=drawn_from)
@@ -659,7 +660,7 @@ for name, (variant, q, drawn_from) in variants.items():
     tokens = [variant(P, q, int(draft), u, v) for draft, (u, v) in zip(chosen, numbers)]
     counts = np.bincount(tokens, minlength=5)
     distances[name] = (((counts - DRAWS * P) ** 2) / (DRAWS * P)).sum()
-    print(f"{name:12}", *(f"{each:6.3f}" for each in counts / DRAWS), end="")
+    print(f"{name:14}", *(f"{each:6.3f}" for each in counts / DRAWS), end="")
     print(f"   chi-square {distances[name]:9,.1f}")
 right = sum(distances[name] < 18.5 for name in "ABCD")
 compare("right variants", unit="of 4", prediction=guess_right, measured=right)

@@ -76,15 +76,18 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def milliseconds(model: Model, context: int = 64, counts: Sequence[int] = (1, 2, 4, 8, 16)) -> dict[int, float]:
-    """The median time of a step that runs so many tokens of one request after `context` others."""
+    """The median CPU time of a step that runs so many tokens of one request after `context` others.
+
+    CPU time, which other programs on the machine change less than the clock.
+    """
     target = TargetModel(model, context + max(counts))
     target.run(list(range(10, 10 + context)))
     runs: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(15):
         for count, found in runs.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             target.run(list(range(10, 10 + count)))
-            found.append(1e3 * (time.perf_counter() - begin))
+            found.append(1e3 * (time.process_time() - begin))
             target.length = context
     return {count: median(found) for count, found in runs.items()}
 
@@ -209,7 +212,7 @@ class Run:
 
     answer: its tokens. sizes, gained: tokens that each step after the prompt's ran, and that the text gained by it.
     drafted, right: how many drafts there were, and how many of them were accepted. calls: of a proposer that was given.
-    seconds: all of it.
+    seconds: of CPU time, all of it.
     """
 
     answer: list[int]
@@ -257,13 +260,13 @@ def run(
     with LLM(trace=(trace := Trace()), **{**SMALL, **options}) as llm:
         replaced: dict[str, Any] = {} if proposer is None else {"proposer": proposer}
         with using(**replaced) as used:
-            begin = time.perf_counter()
+            begin = time.process_time()
             if every_draft:
                 with every_draft_runs():
                     done = llm.generate(prompt, params)[0]
             else:
                 done = llm.generate(prompt, params)[0]
-            seconds = time.perf_counter() - begin
+            seconds = time.process_time() - begin
         stats = llm.stats()
     decodes = [step for step in replay(trace) if step.kind == ["decode"]]
     starts = [step.start[0] for step in decodes] + [len(done.prompt_token_ids) + len(done.token_ids) - 1]
