@@ -324,7 +324,8 @@ def sampled_figures() -> str:
 def speculation_figures() -> str:
     """The table of what drafts gain and cost, where that was measured."""
     if not (records.RESULTS / f"{SPECULATION}.json").exists():
-        return ""
+        command = "python tools/speculation_speed.py --record speculation"
+        return f"No record yet: `{command}` writes one, on a machine without other work.\n"
     record = records.read(SPECULATION)
     names = {"worst": "no draft is right", "synthetic": "right by a coin"}
     lines = [
