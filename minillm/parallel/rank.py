@@ -111,7 +111,7 @@ def _raising(error: Exception) -> Callable[[], Any]:
 
 def main() -> None:
     """Run a rank whose owner has given the socket to it as the first argument, then what `Rank` takes."""
-    if sys.platform == "linux":  # even if it is stopped, it ends with the thread that started it
+    if sys.platform == "linux":  # it ends with the thread that started it, even if all of its own are stuck
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection, rank, size, meeting, device = sys.argv[1:]
     Rank(Connection(int(connection)), int(rank), int(size), meeting, device).run()

@@ -159,10 +159,12 @@ class Ranks:
         """
         self._check()
         progress, moved = self._progress(), time.monotonic()
-        while self._owing():
-            heard = self._read(min(TICK, self.patience / 4))
+        while True:
             if any(isinstance(each.inbox[0], Failed) for each in self.members if each.inbox):
                 self._explain()
+            if not self._owing():
+                break
+            heard = self._read(min(TICK, self.patience / 4))
             if progress != (now := self._progress()):
                 progress, moved = now, time.monotonic()
             if limited and not heard:

@@ -3,10 +3,13 @@
 import asyncio
 import os
 import signal
+import threading
 import time
+from collections import deque
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ import torch
 from minillm import SamplingParams
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import ConfigError, RankFailed
+from minillm.parallel.collectives import PeerLost
+from minillm.parallel.messages import Failed
+from minillm.parallel.ranks import Ranks
 from minillm.runner import executor
 from minillm.runner.executor import LocalExecutor
 
@@ -96,6 +102,19 @@ def test_a_rank_that_fails_ends_the_requests_and_is_named(fault, says):
         assert not llm.engine.has_work and "rank 1" in llm.engine.executor.failure
     for member in ranks.members:
         assert member.process.wait(60) is not None
+
+
+def test_the_rank_that_failed_first_is_named_even_if_another_reports_first():
+    gone = PeerLost("a collective failed: Connection closed by peer")
+    failures = [Failed.of(gone), Failed.of(OSError("the device is gone")), Failed.of(gone)]
+    ranks = object.__new__(Ranks)
+    ranks.failure, ranks.patience, ranks._over = None, 1, threading.Event()
+    ranks.members = [MagicMock(inbox=deque([failed])) for failed in failures]
+    for rank, member in enumerate(ranks.members):
+        member.__str__.return_value = f"rank {rank}"
+    with pytest.raises(RankFailed, match="^rank 1: OSError: the device is gone$"):
+        ranks.collect()
+    assert all(member.process.kill.called for member in ranks.members)
 
 
 def test_all_clients_are_told_and_the_server_learns_of_it():
