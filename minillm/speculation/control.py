@@ -50,6 +50,7 @@ class Speculation:
         self._runs_ahead = on_gpu and config.run_ahead > 0  # a CPU computes a step while it is launched
         self.slow = bool(getattr(proposer, "slow", False))
         self.costs, self._proposing = Costs(), 0.0  # seconds since a step was timed
+        self._caught_up: set[str] = set()  # requests that a slow proposer was asked for before
         self.unread = np.zeros(rows, bool)  # whether a step in flight has drafts of the row
         self._next = np.full(rows, NEVER, np.int32)  # known tokens from which the row takes drafts
         self._pause = np.zeros(rows, np.int32)  # tokens without drafts, the next time that they are not worth it
@@ -76,8 +77,11 @@ class Speculation:
         begun = time.perf_counter()
         answer = self.proposer.propose(asked)
         if self.slow and asked:
-            self._proposing += time.perf_counter() - begun
-            self.costs.observe_drafting(len(asked), max(each.most for each in asked), self._proposing)
+            passed, ids = time.perf_counter() - begun, {each.request_id for each in asked}
+            self._proposing += passed
+            if ids <= self._caught_up:  # the first time, a request's prompt has to be read too
+                self.costs.observe_drafting(len(asked), max(each.most for each in asked), passed)
+            self._caught_up |= ids
         if len(answer) != len(asked):
             raise ProposerError(f"{self._name}.propose gave {len(answer)} lists for {len(asked)} requests")
         return [self._checked(each, list(tokens)[: each.most]) for each, tokens in zip(asked, answer, strict=True)]
@@ -155,6 +159,7 @@ class Speculation:
 
     def forget(self, request_id: str) -> None:
         """Tell the proposer that a request has ended."""
+        self._caught_up.discard(request_id)
         self.proposer.forget(request_id)
 
     def count_on_from(self, before: "Speculation") -> None:

@@ -154,7 +154,11 @@ def test_a_row_for_which_a_slow_proposer_has_nothing_runs_ahead_on_a_gpu():
 def test_the_time_of_drafting_is_no_part_of_a_steps_time():
     found = made({})
     found.proposer, found.slow = Slow({}), True
-    found.propose([Asked("r", np.arange(3, dtype=np.int32), 4)])
+    asked = [Asked("r", np.arange(3, dtype=np.int32), 4)]
+    found.propose(asked)
+    assert found.costs.drafting(1) == 0, "the first time, the prompt has to be read too"
+    found.propose(asked)
+    assert found.costs.drafting(1) > 0
     found._proposing = 3.0
     step = Step(0, ROW, ROW, np.ones(1, np.int32), np.ones(1, bool), 1)
     for _ in range(SEEN):
