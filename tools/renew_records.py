@@ -42,6 +42,7 @@ RECORDS = {
         "quantization": "minillm eval --compare --device cpu --dtype float32 --json",
         "quantization-seeds": f"minillm eval --compare {GROUPS} --seeds 5 --device cpu --dtype float32 --json",
         "replicas": "python tools/replicas.py --pairs 3 --record",
+        "replicas_added": "python tools/replicas.py --part added --pairs 2 --record",
         "routing": "python tools/routing.py --record",
         "smollm2-135m": "python tools/real_model.py smollm2-135m --record",
         "sparsity": f"minillm eval --compare {SPARSE} --device cpu --dtype float32 --json",

@@ -1,10 +1,11 @@
 """How many replicas there should be: by the tokens that wait."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from minillm.deploy import scaling
+from minillm.deploy import places, scaling
 from minillm.deploy.router import ANSWER
 from minillm.deploy.scaling import ByTokens, ReplicaLoad, needed
 
@@ -70,3 +71,12 @@ def test_replicas_that_have_not_reported_yet_are_no_reason_for_fewer():
 
 def test_waiting_is_looked_at_often_enough_to_be_averaged():
     assert scaling.EVERY < scaling.LOOK_BACK
+
+
+def test_the_docs_say_when_there_are_more_or_fewer():
+    text = " ".join((Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8").split())
+    assert (scaling.UP, scaling.DOWN) == (5, 60)
+    assert f"`waiting_tokens` ({scaling.WAITING:,.0f}) wait on each, for five seconds" in text
+    assert f"nothing has waited for a minute and one less would still have {1 - scaling.ROOM:.0%} of its" in text
+    assert f"and {ANSWER:.0f} for each answer" in text
+    assert f"reserved {1000 * places.DELAY:.0f} ms after the request" in text and places.KEEP == 1
