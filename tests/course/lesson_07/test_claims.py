@@ -72,7 +72,7 @@ def test_losses_of_smollm2():
     lesson.says(
         "costs nine times as much as quantizing only the weights. Static scales multiply that cost by 28, and "
         "perplexity doubles. In a smoothed model, perplexity still rises by 14% with them. FP8 loses only a quarter "
-        "more than with dynamic scales.",
+        "more with static scales than with dynamic ones.",
         "then int8 loses *less* than FP8: a fifth as much when rotated.",
     )
     rows = real_model.quality()
