@@ -162,6 +162,7 @@ def _(function):
     _found(function, [9, 1, 2, 5, 1, 7, 6, 1, 2], 6, [5, 1, 7, 6, 1, 2])
     _found(function, [9, 1, 2, 5, 7, 2, 6, 1, 2], 6, [5, 7, 2, 6, 1, 2])
     _found(function, [9, 1, 2, 5, 11, 2, 6, 1, 2], 6, [5, 11, 2, 6, 1, 2])  # "1 2" stands in "11 2", as text
+    _found(function, [9, 1, 23, 5, 12, 3, 7, 1, 23], 6, [5, 12, 3, 7, 1, 23])  # both pairs join to "123"
 
 
 @lookup.property("a place at the very beginning counts", "where does the search end?")
@@ -170,12 +171,16 @@ def _(function):
     _found(function, [4, 3, 7, 4, 3], 3, [7, 4, 3])
 
 
-@lookup.property("`sizes` says which n are tried", "the default is (8, 4, 2), but a caller may want others")
+@lookup.property(
+    "`sizes` says which n are tried", "the default is (8, 4, 2), but a caller may want others, in the order given"
+)
 def _(function):
     _found(function, [9, 1, 2, 3, 1, 2], 2, [], (3,))
     _found(function, [9, 1, 4, 8, 1], 3, [4, 8, 1], (1,))
     _found(function, [9, 1, 2, 3, 7, 5, 8, 1, 2, 3], 6, [7, 5, 8, 1, 2, 3], (5, 3))
     _found(function, [0, 7, 1, 9, 8, 3, 1], 4, [9, 8, 3, 1], (3, 1))
+    five = [1, 2, 3, 4, 5]
+    _found(function, [*five, 20, *five[1:], 21, *five], 6, [21, *five], (4, 5))  # 5 first would give 20
 
 
 # ---- how many drafts are worth their time

@@ -61,11 +61,15 @@ def _(function):
                 f"p={p.tolist()}, q={q.tolist()}, draft {draft}, over {GRID} evenly spaced u: the draft comes out in "
                 f"{kept:.3f} of them, and min(1, p(x)/q(x)) is {ratio:.3f}"
             )
+    p, q = np.array([0.0, 0.75, 0.25]), np.array([0.5, 0.25, 0.25])
+    got = _token(function, p, q, 0, 0.0, 0.5)
+    assert got != 0, f"{_given(p, q, 0, 0.0, 0.5)}: the draft was accepted, and the target never chooses it"
 
 
 @accept_or_resample.property(
     "after a rejection, tokens come out in proportion to max(p - q, 0)",
-    "it is 0 for all tokens that the drafter proposes often enough; `pick` takes weights that do not sum to 1",
+    "it is 0 for all tokens that the drafter proposes often enough; `pick` takes weights that do not sum to 1; `u` is "
+    "spent: choose with `v`",
 )
 def _(function):
     for p, q in (_case(*each) for each in CASES):

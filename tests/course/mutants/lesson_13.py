@@ -185,6 +185,16 @@ def searches_in_text(tokens, most, sizes=SIZES):
     return []
 
 
+@wrong("lookup", fails="all n tokens are the same, in the same order")
+def joins_ids_without_a_separator(tokens, most, sizes=SIZES):
+    for size in sizes:
+        joined = ["".join(map(str, tokens[begin : begin + size])) for begin in range(len(tokens) - size + 1)]
+        for begin in range(len(tokens) - size - 1, -1, -1):
+            if joined[begin] == joined[-1]:
+                return tokens[begin + size : begin + size + most]
+    return []
+
+
 @wrong("lookup", fails="a place at the very beginning counts")
 def stops_before_the_first_token(tokens, most, sizes=SIZES):
     for size in sizes:
@@ -202,6 +212,11 @@ def its_own_sizes(tokens, most, sizes=SIZES):
 @wrong("lookup", fails="`sizes` says which n are tried")
 def always_a_pair_in_the_end(tokens, most, sizes=SIZES):
     return _drafts(tokens, most, (*sizes, 2))
+
+
+@wrong("lookup", fails="`sizes` says which n are tried")
+def the_largest_size_first(tokens, most, sizes=SIZES):
+    return _drafts(tokens, most, sorted(sizes, reverse=True))
 
 
 # ---- best_count

@@ -33,6 +33,11 @@ def accepts_by_the_share_of_both(p, q, draft, u, v):
     return draft if u < kept else pick(np.maximum(p - q, 0), v)
 
 
+@wrong("accept_or_resample", fails=RATIO)
+def accepts_what_the_target_never_chooses(p, q, draft, u, v):
+    return draft if u <= p[draft] / q[draft] else pick(np.maximum(p - q, 0), v)
+
+
 @wrong("accept_or_resample", fails=RESIDUAL)
 def resamples_from_p(p, q, draft, u, v):
     return draft if accepts(p, q, draft, u) else pick(p, v)
