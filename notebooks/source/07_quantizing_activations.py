@@ -249,13 +249,13 @@ bos, has an input of 80; all others stay below 10. In down of layer 5, half of t
 # %% [markdown]
 # **Between tokens**, inputs of `down` differ greatly. In layer 0, one token is an outlier: `<bos>`, the first of every
 # text. Sun et al. (2024) describe such *massive activations* in the hidden states of many large models, mostly at the
-# first token. In layer 5, a few other tokens are as large as `<bos>`, or larger: in the calibration text, the word
+# first token. In layer 5, a few others are as large as `<bos>`, or larger: in the calibration text, the word
 # `asked` reaches 383. A static scale must cover the largest token, which leaves almost nothing of the other tokens: in
 # these two products, 94% and 86% of their codes are 0. A dynamic scale protects tokens from each other.
 #
 # **Within a token**, inputs of `down` are uneven, too. They are products of two numbers, a gate and `up`, and in each
-# token a few of them are much larger than the rest. So even with a scale for each token, 19% and 39% of the codes are
-# 0, against 1% in `gate_up`. This causes most of the loss that remains with dynamic scales. Section 5 reduces it.
+# token a few are much larger than the rest. So even with a scale for each token, 19% and 39% of the codes are 0,
+# against 1% in `gate_up`. This causes most of the loss that remains with dynamic scales. Section 5 reduces it.
 #
 # ## 3 · Outlier channels · 6 min
 #
@@ -559,10 +559,9 @@ first layer. tiny-gemma's line begins near 80 and falls steeply; with outliers i
 it is almost flat.""")
 
 # %% [markdown]
-# Rotation makes the inputs even within each token. Tokens keep their lengths, so `<bos>` is still the largest, but no
-# longer has a few huge numbers: with outliers, the largest input of the first `down` falls from 317 to 14, which helps
-# static scales. In the last `down` of the original model, only 1% of the codes are 0 instead of 39%, which helps
-# dynamic ones.
+# Rotation makes the inputs even within each token. Tokens keep their lengths, so `<bos>` is still the largest, but its
+# huge numbers are gone: with outliers, the largest input of the first `down` falls from 317 to 14, which helps static
+# scales. In the last `down` of the original model, 1% of the codes are 0, not 39%, which helps dynamic scales, too.
 #
 # ## 6 · FP8, bit by bit · 21 min
 #
@@ -760,13 +759,13 @@ real_model.report(
 # %% [markdown]
 # Quantizing activations to int8 as well costs nine times as much as quantizing only the weights. Static scales multiply
 # that cost by 28, and perplexity doubles. In a smoothed model, perplexity still rises by 14% with them. FP8 loses only
-# a quarter more with static scales than with dynamic ones. With dynamic scales, SmoothQuant and rotation undo most of
-# the loss, and then int8 loses *less* than FP8: a fifth as much when rotated. W4A8, which uses AWQ's weights, loses
-# only slightly more than AWQ.
+# a quarter more with static scales than with dynamic ones. With those, SmoothQuant and rotation undo most of the loss,
+# and then int8 loses *less* than FP8: a fifth as much when rotated. W4A8, which uses AWQ's weights, loses only slightly
+# more than AWQ.
 #
 # What could W4A8 gain? The next cell computes floors for Gemma 2B, as in lesson 05: a step takes at least the time to
-# read all weights at the H200's copy rate, and at least the time of its arithmetic, at the rate of the record's
-# products of 2,048 rows.
+# read all weights at the H200's copy rate, and that of its arithmetic, at the rate of the record's products of 2,048
+# rows.
 
 # %%
 gemma = SHAPES["Gemma 2B"]
