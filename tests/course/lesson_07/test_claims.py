@@ -50,7 +50,7 @@ def test_what_planted_outliers_do():
 def test_what_rotation_does_to_the_inputs_of_down():
     lesson.says(
         "the largest input of the first `down` falls from 317 to 14",
-        "In the last `down` of the original model, only 1% of the codes are 0 instead of 39%",
+        "In the last `down` of the original model, 1% of the codes are 0, not 39%",
     )
     pattern = r"^the largest input: tiny-gemma \d+, with outliers (\d+), with outliers, rotated (\d+)$"
     assert lesson.numbers(pattern) == (317, 14)
