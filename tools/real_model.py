@@ -208,9 +208,12 @@ def stops(pair: Pair) -> dict:
 
 
 def streams(pair: Pair) -> dict:
-    """Texts that come piece by piece are those that come at once, and are transformers' text of the same tokens."""
+    """Texts that come piece by piece are those that come at once, and are transformers' text of the same tokens.
+
+    Each is generated alone: in a batch, sums are rounded differently, and a token that is drawn may be another.
+    """
     params, prompts = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, seed=1), pair.prompts()
-    whole = pair.llm.generate(prompts, params)
+    whole = [pair.llm.generate(prompt, params)[0] for prompt in prompts]
 
     async def streamed() -> list[str]:
         engine = AsyncLLM(engine=pair.llm)

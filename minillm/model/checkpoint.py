@@ -152,9 +152,10 @@ class Pieces:
         return self._read_columns(rows, columns)
 
     def _read(self, rows: range) -> Iterator[Tensor]:
-        entry, size = self.entry, self._row_bytes
+        entry = self.entry
         if not entry.nbytes:
             return
+        size = self._row_bytes
         with entry.file.open("rb", buffering=0) as stream:
             for first in range(rows.start, rows.stop, self.rows):
                 count = min(self.rows, rows.stop - first)

@@ -307,7 +307,8 @@ def test_the_engine_tells_how_long_a_step_takes_and_how_many_have_failed(model_d
 class Failing:
     """An engine of which so many steps have failed, and whose thread ends some beats later."""
 
-    name, working = "m", 0.0
+    name, working, failure = "m", 0.0, None
+    config, stats = SimpleNamespace(max_num_seqs=4), dict
 
     def __init__(self, failed_steps, beats):
         self.failed_steps, self.beats = failed_steps, beats
