@@ -24,25 +24,36 @@ def main() -> None:
     ray_serve.join(cluster.address)
     say(cluster.address)
     for line in sys.stdin:
-        match line.split(maxsplit=1):
-            case ["kill"]:
-                cluster.remove_node(nodes.pop(), allow_graceful=False)
-            case ["add"]:
-                nodes.append(cluster.add_node(num_cpus=2, **ray_serve.agent_ports()))
-            case ["run", text]:
-                given = json.loads(text)
-                serve.start(http_options={"host": "127.0.0.1", "port": given.pop("port")})
-                serve.run(application(given), name="ours")
-            case ["delete"]:
-                serve.delete("ours")
-        say("done")
+        try:
+            obey(line.split(maxsplit=1), cluster, nodes)
+        except Exception as error:  # the cluster stays, for other tests
+            say(repr(error))
+        else:
+            say("done")
     serve.shutdown()
     ray_serve.leave()
     cluster.shutdown()
 
 
+def obey(command: list[str], cluster, nodes: list) -> None:
+    """Do one thing to the cluster. nodes: all but its first."""
+    from ray import serve
+
+    match command:
+        case ["kill"]:
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+        case ["add"]:
+            nodes.append(cluster.add_node(num_cpus=2, **ray_serve.agent_ports()))
+        case ["run", text]:
+            given = json.loads(text)
+            serve.start(http_options={"host": "127.0.0.1", "port": given.pop("port")})
+            serve.run(application(given), name="ours")
+        case ["delete"]:
+            serve.delete("ours")
+
+
 def say(text: str) -> None:
-    print("cluster:", text, flush=True)
+    print("cluster:", text.replace("\n", " "), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ pytest.importorskip("ray", reason="Ray is not installed: make proofs installs it
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(4 * TIMEOUT)]
 
 ROOT = Path(__file__).parents[2]
+# Ray's proxy has 5 seconds to start and 10 to answer, too few on a busy machine.
+PROXY = dict.fromkeys(("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"), str(TIMEOUT))
 LONG = {"max_tokens": 60, "stream": True}
 
 
@@ -43,7 +45,7 @@ class Cluster:
     def tell(self, command: str) -> None:
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
-        assert self._read() == "done"
+        assert (answer := self._read()) == "done", answer
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def ended(process: subprocess.Popen):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     gate = tmp_path_factory.mktemp("cluster", numbered=True) / "gate"
-    environment = os.environ | head.LOCAL | head.PATIENT | head.QUIET
+    environment = os.environ | head.LOCAL | head.PATIENT | head.QUIET | PROXY
     environment |= {"RAY_AUTH_TOKEN": new_secret(), GATE: str(gate), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.deploy.cluster"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
