@@ -170,7 +170,8 @@ def test_a_draft_model_changes_nothing_that_a_request_gets(engine, count, draft)
         assert differences(expected, outcomes(llm, prompts, params)) == []
         stats, own = llm.stats(), llm.engine.draft_model
         assert not own.rows and own.pool.available == own.pool.num_blocks
-    assert stats["draft_tokens"] > 3 * count and stats["accepted_tokens"] > stats["draft_tokens"] / 5
+    least = 0.5 if engine == "chunked" else 3  # a budget of 13 tokens a step leaves little for drafts
+    assert stats["draft_tokens"] > least * count and stats["accepted_tokens"] > stats["draft_tokens"] / 5
 
 
 @pytest.mark.proof
