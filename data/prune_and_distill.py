@@ -28,7 +28,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from isles import corpus
@@ -45,7 +44,7 @@ from minillm.model import load_model
 from minillm.model.loader import EMBEDDED
 from minillm.model.saver import check_free
 from minillm.runner.draft_model import HEAD_FILE, frequent_tokens
-from minillm.speculation import Speculation
+from minillm.speculation import every_draft_runs
 from minillm.tokenizer import Tokenizer
 
 SHARD = "draft"
@@ -227,7 +226,7 @@ def acceptance_length(model: Path, draft: Path, temperature: float) -> float:
     """Tokens that a step of the model yields for a request if the draft adds DRAFTS tokens to each, on stories."""
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=1, ignore_eos=True)
     with (
-        patch.object(Speculation, "worth", lambda self, rows, known, proposed, others: proposed),
+        every_draft_runs(),
         LLM(model, speculate=draft, speculate_tokens=DRAFTS, device="cpu", dtype="float32") as llm,
     ):
         llm.generate(STORIES, params)

@@ -29,6 +29,7 @@ REAL = real_model.RECORD
 FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200/vllm-fp8kv-and-families-h200"
 CACHE_SPEED = "h200/cache-speed"
 SAMPLED = "h200/sampled-speed"
+PREFILL = "h200/prefill-attention"
 SPECULATION = "cpu/speculation"
 SERVING, SERVING_PEER = "h200/serving", "h200/vllm-server-h200"
 COMMAND = "python docs/draw.py record"
@@ -321,6 +322,29 @@ def sampled_figures() -> str:
     return "\n".join([*lines, "", *wrapped(text), ""])
 
 
+def prefill_figures() -> str:
+    """The table of attention over prompts: its speed as a share of cuDNN's, by shape."""
+    record = records.read(PREFILL)
+    shapes: dict[str, dict] = {row["shape"]: row for row in record["results"]}
+    sizes = list(dict.fromkeys((row["prompts"], row["tokens"]) for row in record["results"]))
+    cells = {(row["shape"], row["prompts"], row["tokens"]): row for row in record["results"]}
+    lines = [
+        "| attention of | heads / KV heads, size | " + " | ".join(f"{n} x {tokens:,}" for n, tokens in sizes) + " |",
+        "|---|---|" + "---|" * len(sizes),
+    ]
+    for shape, row in shapes.items():
+        found = [cells[shape, *size] for size in sizes]
+        values = " | ".join(f"{each['share_of_cudnn']:.2f} ({each['tflops']:.0f})" for each in found)
+        cap = "" if row["soft_cap"] is None else ", soft cap"
+        lines.append(f"| {shape}{cap} | {row['heads']} / {row['kv_heads']}, {row['head_dim']} | {values} |")
+    text = (
+        f"The speed as a share of cuDNN's, and in brackets TFLOP/s, for so many prompts of so many tokens in bf16, on "
+        f"one {record['machine']['gpu']}. cuDNN reads contiguous keys, without a soft cap; this engine reads the paged "
+        f"cache. Record: [{PREFILL}](../data/results/{PREFILL}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
 def speculation_figures() -> str:
     """The table of what drafts gain and cost, where that was measured."""
     if not (records.RESULTS / f"{SPECULATION}.json").exists():
@@ -505,6 +529,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "fp8": fp8_figures,
     "cache": cache_figures,
     "sampled": sampled_figures,
+    "prefill": prefill_figures,
     "speculation": speculation_figures,
     "serving": serving_figures,
     "busy": busy_figures,

@@ -24,6 +24,7 @@ class RowArguments(Protocol):
     lengths      [rows] int32: the keys that a row's last query sees, its own included
     query_start  [rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]
     max_queries  upper bound of a row's queries
+    whole        how many of the last rows have no keys but those of their queries
     """
 
     @property
@@ -34,10 +35,12 @@ class RowArguments(Protocol):
     def query_start(self) -> torch.Tensor: ...
     @property
     def max_queries(self) -> int: ...
+    @property
+    def whole(self) -> int: ...
 
 
 class AttentionArguments(Protocol):
-    """How a layer's attention differs from plain attention. An option that it does not use is None.
+    """Options of a layer's attention. One that it does not use is None.
 
     scale     scores are q k^T multiplied by this
     window    a query sees this many of the newest keys, its own included
@@ -97,5 +100,5 @@ class CodeMatrix(NamedTuple):
 
 
 def is_compiled(x: torch.Tensor) -> bool:
-    """Whether kernels on this tensor are compiled: the interpreter knows no machine instructions."""
+    """Return whether kernels on this tensor are compiled: the interpreter knows no machine instructions."""
     return x.is_cuda

@@ -28,14 +28,14 @@ def to_codes(x, scale, kind: tl.constexpr):
     """x [heads, n] float32 with scales [heads] float32 -> codes. kind: tl.int8, or tl.uint8 for fp8."""
     x = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
     if kind == tl.int8:
-        found = to_even(x).to(tl.int8)
+        codes = to_even(x).to(tl.int8)
     else:
         bits = x.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 20 mantissa bits fewer, a bias of 7
         small = to_even(tl.abs(x) * 512.0).to(tl.int32)  # below the smallest normal number, steps are 2^-9
-        found = (tl.where(tl.abs(x) < 0.015625, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
-    return found
+        codes = (tl.where(tl.abs(x) < 0.015625, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return codes
 
 
 @triton.jit
@@ -101,20 +101,20 @@ def to_numbers(codes, kind: tl.constexpr):
     """Codes -> their values, without the scale, in `kind`: exact. What is no code is only converted."""
     if codes.dtype == tl.int8:
         if kind == tl.float16:
-            found = tl.inline_asm_elementwise(INT8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+            numbers = tl.inline_asm_elementwise(INT8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
         else:
-            found = codes.to(kind)
+            numbers = codes.to(kind)
     elif codes.dtype == tl.uint8:
         if kind == tl.float16:
             steps: tl.constexpr = FP8 if cuda_capability_geq(8, 9) else FP8_BITS
-            found = tl.inline_asm_elementwise(steps, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+            numbers = tl.inline_asm_elementwise(steps, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
         else:
             bits = codes.to(tl.int32)
             half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-            found = (half.to(tl.float32) * 256.0).to(kind)
+            numbers = (half.to(tl.float32) * 256.0).to(kind)
     else:
-        found = codes.to(kind)
-    return found
+        numbers = codes.to(kind)
+    return numbers
 
 
 @triton.jit

@@ -1,19 +1,23 @@
 """The first and the last kernel of a decode step that stays on the device.  Lessons 10 and 11.
 
 `prepare` runs before the layers: it reads each row's next token, cache slot and random number from state on the device.
-`advance` runs after them: it writes the sampled token to that state. So a captured step needs nothing from the host as
-long as the same rows run.
+`advance` runs after them: it writes the sampled token to that state, and moves the positions on. So a captured step
+needs nothing from the host as long as the same rows run.
 
     position p of row r:  id = tokens[r, p],  slot = table[r, p // block_size] * block_size + p % block_size,
                           uniform = mix(mix(seed[r]) + p + 1) / 2^64
-    afterwards:           tokens[r, p + 1] = sampled,  position[r] = p + 1
+    afterwards:           tokens[r, p + 1] = sampled,  p = p + 1
+
+A row with drafts (lesson 13) is in the batch once for its newest token and once for each draft, at the next positions.
+Each layer writes all keys and values before attention reads any, so each sees those before it.
 
 `advance` also writes the token, and log-probabilities where asked for, to the host's memory, where the host finds them
 when the step is over. A copy after the
 step would take longer than the kernel, and the next step would wait for it: the GPU would idle for some 10 us.
 
-Tiling: one program per row of the batch; it also copies its row of the block table, tile by tile. Rows that pad the
-batch to the captured size refer to the state's last row: they get slot -1 and length 0, and their results are dropped.
+Tiling: one program per entry of the batch; it also copies its row of the block table, tile by tile. Entries that pad
+the batch to the captured size refer to the state's last row: they get slot -1 and length 0, and their results are
+dropped.
 """
 
 from typing import NamedTuple
@@ -36,7 +40,7 @@ def _mix(z):
 
 @triton.jit
 def prepare_kernel(
-    rows_ptr, sampling_ptr, position_ptr, tokens_ptr, table_ptr, seed_ptr, parameters_ptr,
+    rows_ptr, sampling_ptr, position_ptr, host_tokens_ptr, tokens_ptr, table_ptr, seed_ptr, parameters_ptr,
     ids_ptr, positions_ptr, slots_ptr, lengths_ptr, table_out_ptr, uniform_ptr, temperature_ptr, min_p_ptr, top_k_ptr,
     top_p_ptr, scored_ptr,
     tokens_stride, table_stride, group_stride, PAD_ROW,
@@ -45,7 +49,7 @@ def prepare_kernel(
     i, group, count = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(rows_ptr + i).to(tl.int64)
     real = row != PAD_ROW
-    position = tl.where(real, tl.load(position_ptr + row), 0)
+    position = tl.where(real, tl.load(position_ptr + i), 0).to(tl.int32)
     table = table_ptr + group * group_stride + row * table_stride
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
     slot = tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
@@ -56,7 +60,11 @@ def prepare_kernel(
         held = tl.load(table + start + blocks, mask=inside, other=0)
         tl.store(table_out_ptr + (group * count + i).to(tl.int64) * WIDTH + start + blocks, held, mask=inside)
     if group == 0:
-        tl.store(ids_ptr + i, tl.load(tokens_ptr + row * tokens_stride + position).to(tl.int64))
+        token = tl.load(tokens_ptr + row * tokens_stride + position).to(tl.int64)
+        if host_tokens_ptr is not None:
+            host_token = tl.load(host_tokens_ptr + i)
+            token = tl.where(host_token < 0, token, host_token)
+        tl.store(ids_ptr + i, token)
         tl.store(positions_ptr + i, position.to(tl.int64))
         tl.store(lengths_ptr + i, tl.where(real, position + 1, 0))
         parameters = parameters_ptr + tl.load(sampling_ptr + i).to(tl.int64) * 5
@@ -82,17 +90,17 @@ def advance_kernel(
     token = tl.load(sampled_ptr + i)
     tl.store(out_ptr + i, token)
     if row != PAD_ROW:
-        position = tl.load(position_ptr + row)
+        position = tl.load(position_ptr + i).to(tl.int32)
         tl.store(tokens_ptr + row * tokens_stride + position + 1, tl.maximum(token, 0).to(tl.int32))
-        tl.store(position_ptr + row, position + 1)
-        place = row * RING + (position + 1) % RING
-        tl.store(arrived_ptr + place, token.to(tl.int32))
+        tl.store(position_ptr + i, position + 1)
+        entry = row * RING + (position + 1) % RING
+        tl.store(arrived_ptr + entry, token.to(tl.int32))
         if SCORES:
             each = tl.arange(0, MOST_TILE)
             some = each < tl.load(scored_ptr + i)
-            tl.store(arrived_ids_ptr + place * MOST + each, tl.load(ids_ptr + i * MOST + each, mask=some), mask=some)
+            tl.store(arrived_ids_ptr + entry * MOST + each, tl.load(ids_ptr + i * MOST + each, mask=some), mask=some)
             scores = tl.load(scores_ptr + i * MOST + each, mask=some)
-            tl.store(arrived_scores_ptr + place * MOST + each, scores, mask=some)
+            tl.store(arrived_scores_ptr + entry * MOST + each, scores, mask=some)
 
 
 class Scores(NamedTuple):
@@ -105,7 +113,7 @@ class Scores(NamedTuple):
 
 def prepare(
     rows: torch.Tensor,
-    position: torch.Tensor,
+    positions: torch.Tensor,
     tokens: torch.Tensor,
     table: torch.Tensor,
     seed: torch.Tensor,
@@ -114,19 +122,22 @@ def prepare(
     block_size: int,
     width: int,
     sampling: torch.Tensor | None = None,
+    host_tokens: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read the inputs of the next step of `rows` [n] int64 from the device's state.  Lesson 10.
+    """Read the inputs of a step from the device's state: of the tokens of `rows` [n] int64 at `positions` [n].
+    Lesson 10.
 
-    The state has one entry per row, the last one for padding: position int32, tokens [all, longest] int32, table
-    [groups, all, blocks] int32, seed int64, and parameters [all, 5] float32, which are temperature, min_p, top_k, top_p
-    and scored (see `sampling.scored_sample`). width: columns of the table to copy. sampling: the rows whose parameters
-    are read, if they are not all of `rows`: padding for one that samples nothing.
+    positions are int32 or int64; padding may have any. The state has one entry per row, the last one for padding:
+    tokens [all, longest] int32, table [groups, all, blocks] int32, seed int64, and parameters [all, 5] float32, which
+    are temperature, min_p, top_k, top_p and scored (see `sampling.scored_sample`). width: columns of the table to copy.
+    sampling: the rows whose parameters are read, if they are not all of `rows`: padding for one that samples nothing.
+    host_tokens: [n] int64, tokens that are run in place of the state's; -1: none.
 
     Returns ids, positions [n] int64, slots [groups, n] int64 (-1 for padding), lengths [n] int32 (0 for padding), table
     [groups, n, width] int32; uniform, temperature, min_p and top_p [n] float32, top_k and scored [n] int32.
     """
     n, groups, device = len(rows), table.shape[0], rows.device
-    found = {
+    inputs = {
         "ids": torch.empty(n, dtype=torch.int64, device=device),
         "positions": torch.empty(n, dtype=torch.int64, device=device),
         "slots": torch.empty(groups, n, dtype=torch.int64, device=device),
@@ -140,17 +151,18 @@ def prepare(
         "scored": torch.empty(n, dtype=torch.int32, device=device),
     }
     prepare_kernel[(n, groups)](
-        rows, rows if sampling is None else sampling, position, tokens, table, seed, parameters, *found.values(),
-        tokens.stride(0), table.stride(1), table.stride(0), len(position) - 1,
+        rows, rows if sampling is None else sampling, positions, host_tokens, tokens, table, seed, parameters,
+        *inputs.values(),
+        tokens.stride(0), table.stride(1), table.stride(0), len(tokens) - 1,
         BLOCK_SIZE=block_size, WIDTH=width, TILE=min(triton.next_power_of_2(width), 128), num_warps=1,
     )  # fmt: skip
-    return found
+    return inputs
 
 
 def advance(
     rows: torch.Tensor,
     sampled: torch.Tensor,
-    position: torch.Tensor,
+    positions: torch.Tensor,
     tokens: torch.Tensor,
     out: torch.Tensor,
     arrived: torch.Tensor,
@@ -159,19 +171,21 @@ def advance(
 ) -> None:
     """Write the sampled ids [n] int64 to `out` [n] and, except for padding, into the device's state.  Lesson 10.
 
+    rows, positions: as in `prepare`. Each token goes to the position after, to which `positions` moves on.
+
     In the state's tokens, which the next step looks up, -1 (no token) becomes 0: that row's request is about to end.
 
     arrived [all, ring] int32, in the host's memory (pinned, if the rest is on a GPU): gets each row's token at its
-    place modulo the ring's size. arrived_scores: the same for log-probabilities, (ids, scores) [all, ring, most] int32
-    and float32, if there are `scores`.
+    position modulo the ring's size. arrived_scores: the same for log-probabilities, (ids, scores) [all, ring, most]
+    int32 and float32, if there are `scores`.
     """
     scored, ids, values = (rows, rows, rows) if scores is None else scores
     arrived_ids, arrived_values = (rows, rows) if arrived_scores is None else arrived_scores
     most = ids.shape[-1] if scores is not None else 1
     dependent = dependent_launch(rows.device)
     advance_kernel[(len(rows),)](
-        rows, sampled, position, tokens, out, arrived, scored, ids, values, arrived_ids, arrived_values,
-        tokens.stride(0), len(position) - 1,
+        rows, sampled, positions, tokens, out, arrived, scored, ids, values, arrived_ids, arrived_values,
+        tokens.stride(0), len(tokens) - 1,
         RING=arrived.shape[1], MOST=most, MOST_TILE=triton.next_power_of_2(most), SCORES=scores is not None,
         num_warps=1, **dependent,
     )  # fmt: skip

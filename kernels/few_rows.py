@@ -130,19 +130,19 @@ def few_rows_kernel(
                 total = sums.to(tl.float32)
             total *= tl.load(x_scale_ptr + tokens, mask=tokens < TOKENS, other=0.0)[None, :]
         total *= tl.load(scale_ptr + rows, mask=rows < ROWS, other=0.0)[:, None]
-    place = tokens[None, :] * ROWS + rows[:, None]
+    cells = tokens[None, :] * ROWS + rows[:, None]
     mask = real_rows & tl.trans(real_tokens)
     if SPLITS == 1:
-        tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + cells, total.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(part_ptr + split * TOKENS * ROWS + place, total, mask=mask)
+        tl.store(part_ptr + split * TOKENS * ROWS + cells, total, mask=mask)
         tl.debug_barrier()  # write all of this part before counting it as finished
         if tl.atomic_add(finished_ptr + program, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(finished_ptr + program, 0)
             out = tl.zeros([TILE, X_ROWS], tl.float32)
             for part in tl.static_range(SPLITS):
-                out += tl.load(part_ptr + part * TOKENS * ROWS + place, mask=mask, other=0.0)
-            tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
+                out += tl.load(part_ptr + part * TOKENS * ROWS + cells, mask=mask, other=0.0)
+            tl.store(out_ptr + cells, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def default_config(rows: int, columns: int, group: int, tokens: int, processors:
 
 
 def takes(matrix: CodeMatrix) -> bool:
-    """Whether the groups of an int4 matrix are multiples of 32 inputs: a tensor core takes 16 at a time."""
+    """Return whether the groups of an int4 matrix are multiples of 32 inputs: a tensor core takes 16 at a time."""
     return matrix.bits == 8 or matrix.group % 32 == 0
 
 

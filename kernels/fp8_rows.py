@@ -94,11 +94,11 @@ def quad_products(words, x, pairs, QUADS: tl.constexpr, COMPILED: tl.constexpr):
 def rounded(x, COMPILED: tl.constexpr):
     """x float32, at most LARGEST -> the nearest e4m3 numbers, still float32."""
     if COMPILED:
-        found = x.to(tl.float8e4nv).to(tl.float32)
+        nearest = x.to(tl.float8e4nv).to(tl.float32)
     else:  # the interpreter cuts numbers off instead
         codes = to_codes(tl.reshape(x, [1, x.numel]), tl.full([1], 1.0, tl.float32), tl.uint8)
-        found = tl.where(x == x, tl.reshape(to_numbers(codes, tl.float32), x.shape), x)  # NaN stays NaN
-    return found
+        nearest = tl.where(x == x, tl.reshape(to_numbers(codes, tl.float32), x.shape), x)  # NaN stays NaN
+    return nearest
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def fp8_rows_kernel(
 
 
 def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether rows are whole words, and the device converts fp8 numbers; float16 sums are too coarse for float32."""
+    """Return whether rows are whole words, and the device converts fp8; float16 sums are too coarse for float32."""
     exact = device.type != "cuda" or dtype != torch.float32
     return columns % 4 == 0 and exact and has_fp8(device)
 

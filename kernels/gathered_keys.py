@@ -2,7 +2,7 @@
 
 Many tiles of queries of a long prompt read the same keys. If these are in blocks, each tile computes the addresses
 again, and converts them again if the cache is quantized. Gathered in a buffer, in which a row's keys follow each other,
-a tile of keys is a rectangle of a matrix, [rows * room, kv_heads * d], and one instruction loads it: a **tensor
+a tile of keys is a rectangle of a matrix, [rows * capacity, kv_heads * d], and one instruction loads it: a **tensor
 descriptor** tells the GPU's tensor memory accelerator the matrix's shape (compute capability 9.0; Triton computes
 addresses on older GPUs).
 
@@ -50,7 +50,7 @@ def gather_kernel(
 
 
 def gathers(tiles: int, keys: int, queries: int, quantized: bool = False) -> bool:
-    """Whether prefill attention gathers its keys first.
+    """Return whether prefill attention gathers its keys first.
 
     tiles: of 128 queries and heads, which read a row's keys. keys, queries: heads of all rows' keys, and of all
     queries; the buffer for keys and values is at most as large as q, without the zeros. quantized: gathering also saves
@@ -68,17 +68,17 @@ def gather(
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Descriptors of rows' keys and values in `dtype`, without gaps and without scales, by tiles of `keys`.  Lesson 08.
 
-    block_table [rows, blocks], lengths [rows] -> matrices [rows * room, kv_heads * d] each, where a row's room is that
+    block_table [rows, blocks], lengths [rows] -> matrices [rows * capacity, kv_heads * d] each: a row has the capacity
     of its blocks and of a tile, in full blocks.
     """
     (rows, width), (_, block_size, kv_heads, dim) = block_table.shape, cache.k.shape
     k, v = stored(cache)
     width += triton.cdiv(keys, block_size)
-    found = torch.empty((2, rows * width * block_size, kv_heads * dim), dtype=dtype, device=k.device)
+    gathered = torch.empty((2, rows * width * block_size, kv_heads * dim), dtype=dtype, device=k.device)
     gather_kernel[(rows, width, kv_heads)](
-        k, v, cache.k_scale, cache.v_scale, block_table, lengths, *found, block_table.stride(0), *k.stride()[:3],
+        k, v, cache.k_scale, cache.v_scale, block_table, lengths, *gathered, block_table.stride(0), *k.stride()[:3],
         DIM=dim, BLOCK_SIZE=block_size, TILE=triton.next_power_of_2(block_size), KEYS=keys,
         PRODUCT=product_type(dtype, True), num_warps=4,
     )  # fmt: skip
-    one, other = (TensorDescriptor.from_tensor(each, [keys, dim]) for each in found)
+    one, other = (TensorDescriptor.from_tensor(each, [keys, dim]) for each in gathered)
     return one, other

@@ -260,7 +260,7 @@ def integer_rows_kernel(
 
 
 def takes(columns: int, bits: int, group: int) -> bool:
-    """Whether rows are whole words, and an int4 group (`group` inputs) whole quads."""
+    """Return whether rows are whole words, and an int4 group (`group` inputs) whole quads."""
     return columns % 4 == 0 if bits == 8 else columns % group == 0 and group % GROUP == 0
 
 

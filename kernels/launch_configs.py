@@ -24,7 +24,7 @@ Config = TypeVar("Config", bound=tuple)
 
 
 class Problem(NamedTuple):
-    """What a configuration is chosen for: a kernel's name, and its sizes and dtypes, sorted by their names."""
+    """The key of a configuration: a kernel's name, and its sizes and dtypes, sorted by their names."""
 
     kernel: str
     sizes: tuple[tuple[str, int | str], ...]

@@ -27,7 +27,8 @@ numbers than the tile has. float16 has a smaller range than bfloat16, so queries
 first, and exponents are shifted so that weights times scales stay below 2^8.
 
 Many tiles of queries of a long prompt read the same keys: these are first gathered in a buffer without gaps, which is
-faster to read (`gathered_keys.py`), and converted there if the cache is quantized.
+faster to read (`gathered_keys.py`), and converted there if the cache is quantized. A prompt's first chunk needs no
+copy: all of its keys have just been computed, and are in a matrix without gaps already.
 
 Attention never computes with what the cache holds beyond a row's length or before its window, so the contents of
 unused slots do not matter.
@@ -44,6 +45,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import launch_configs
 from .arguments import AttentionArguments, Cache, RowArguments, check_strides, is_compiled
@@ -71,27 +73,27 @@ def _rotated(k, k_at, cos_sin_ptr, keys, dims, present, DIM: tl.constexpr):
 def _tanh(x, FAST: tl.constexpr):
     """FAST: with the GPU's instruction, whose error is 2^-11 of the result, as that of bfloat16's weights."""
     if FAST:
-        found = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        found = 2.0 * tl.sigmoid(2.0 * x) - 1.0
-    return found
+        tanh = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    return tanh
 
 
 @triton.jit
 def _attend(
-    q, positions, first, last, seen_first, seen_last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, cos_sin_ptr,
-    scale, block_stride, slot_stride, scale_stride, row, column,
+    q, positions, first, last, held, seen_first, seen_last, inside, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+    cos_sin_ptr, scale, block_stride, slot_stride, scale_stride, row, column,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr, PHASES: tl.constexpr, LARGE: tl.constexpr,
-    FAST: tl.constexpr,
+    FAST: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """q [ROWS, DIM] against keys first..last-1 -> (output * total, maximum, total), exponents in base 2.
 
-    Without a table, k_ptr and v_ptr are descriptors of gathered keys and values, which begin at (row, column). PRODUCT:
-    the type of the products' operands. All rows see the keys seen_first..seen_last-1: PHASES 1 masks their tiles too,
-    2 does not, 3 is for a window. LARGE: 32 bits cannot count the cache's numbers. FAST: see `_tanh`.
+    held: keys before it are not read, as their blocks may be another row's; None: there are none. Without a table,
+    k_ptr and v_ptr are descriptors of gathered keys and values, which begin at (row, column). PRODUCT: the type of the
+    products' operands. All rows see the keys seen_first..seen_last-1: PHASES 1 masks their tiles too, 2 does not, 3 is
+    for a window. LARGE: 32 bits cannot count the cache's numbers. FAST: see `_tanh`. PACKED: another row's keys follow
+    those of this one, in the tiles that begin at `inside` or later.
     """
     dims, offsets = tl.arange(0, DIM), tl.arange(0, KEYS)
     ALIGNED: tl.constexpr = WINDOW == 0 and KEYS % BLOCK_SIZE == 0  # tiles begin with a block
@@ -111,17 +113,23 @@ def _attend(
     else:
         out = tl.zeros([ROWS, DIM], tl.float32)
     unmasked = first + tl.cdiv(tl.maximum(seen_first - first, 0), KEYS) * KEYS
+    if PACKED:
+        unmasked = tl.minimum(unmasked, inside)
     masked = tl.minimum(unmasked + tl.maximum(seen_last - unmasked, 0) // KEYS * KEYS, last)
     begin = first
-    for phase in tl.static_range(3 - PHASES, 3):
+    for phase in tl.static_range(3 - PHASES, 4 if PACKED else 3):
         end = last
         if phase == 0:
             end = tl.minimum(unmasked, last)
         elif phase == 1:
             end = masked
+        elif phase == 2 and PACKED:
+            end = tl.minimum(inside, last)
         for start in range(begin, end, KEYS):
             keys = start + offsets
             present = keys < last
+            if WINDOW > 0 and held is not None:
+                present = present & (keys >= held)
             if table_ptr is not None:
                 if ALIGNED:
                     block = tl.load(table_ptr + start // BLOCK_SIZE + offsets // BLOCK_SIZE, mask=present, other=0)
@@ -178,6 +186,8 @@ def _attend(
                     v = to_numbers(tl.load(v_ptr + at, mask=present[:, None], other=0), PRODUCT)
                 else:
                     v = v_ptr.load([row + start, column]).to(PRODUCT)
+                    if phase == 3:  # zero times another row's values might not be a number
+                        v = tl.where(present[:, None], v, 0.0)
                 out = out * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
         begin = end
     if words:
@@ -213,10 +223,10 @@ def decode_kernel(
     begin = first + split * share
     v_ptr += kv_head * head_stride // (4 if v_ptr.dtype.element_ty == tl.int32 else 1)
     out, maximum, total = _attend(
-        q, positions, begin, tl.minimum(begin + share, length), 0, 0,
+        q, positions, begin, tl.minimum(begin + share, length), None, 0, 0, 0,
         k_ptr + kv_head * head_stride, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr + row * table_stride, cos_sin_ptr, scale, block_stride, slot_stride, tl.num_programs(1), 0, 0,
-        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 1, LARGE, FAST,
+        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 1, LARGE, FAST, False,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)  # an empty share, or a padding row of length 0: zeros
     at = head * SPLITS + split
@@ -247,8 +257,9 @@ def prefill_kernel(
     table_stride, block_stride, slot_stride, head_stride, ROOM,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr, ROWS_LAST: tl.constexpr,
-    LARGE: tl.constexpr, FAST: tl.constexpr,
+    LARGE: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """Without a table, a row's keys begin at row * ROOM, or where its queries do (PACKED)."""
     TILES: tl.constexpr = 1 if ROWS_LAST else 2  # the axis of the grid
     tile = tl.num_programs(TILES) - 1 - tl.program_id(TILES)
     kv_head, kv_heads, row = tl.program_id(0), tl.num_programs(0), tl.program_id(3 - TILES).to(tl.int64)
@@ -279,10 +290,12 @@ def prefill_kernel(
     if k_scale_ptr is not None:
         k_scale_ptr += kv_head
         v_scale_ptr += kv_head
+    begin = start if PACKED else row * ROOM
+    inside = first + (length - first) // KEYS * KEYS
     out, maximum, total = _attend(
-        q, positions, first, last, seen_first, earliest + 1, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
-        cos_sin_ptr, scale, block_stride, slot_stride, kv_heads, (row * ROOM).to(tl.int32), kv_head * DIM,
-        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 3 if WINDOW > 0 else 2, LARGE, FAST,
+        q, positions, first, last, None, seen_first, earliest + 1, inside, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        table_ptr, cos_sin_ptr, scale, block_stride, slot_stride, kv_heads, begin.to(tl.int32), kv_head * DIM,
+        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 3 if WINDOW > 0 else 2, LARGE, FAST, PACKED,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)
     tl.store(out_ptr + at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
@@ -334,57 +347,109 @@ def decode_attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options:
     return out
 
 
-def prefill_attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options: AttentionArguments) -> torch.Tensor:
+def prefill_attention(
+    q: torch.Tensor,
+    cache: Cache,
+    rows: RowArguments,
+    options: AttentionArguments,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """q [tokens, heads, d] -> like q: rows with any number of queries, packed one after the other.  Lesson 04.
 
     A row's queries are at the last of its positions. Its keys, including those of earlier chunks, are read from the
-    cache. Otherwise as `decode_attention`.
+    cache. new: keys and values of the same tokens as q, [tokens, kv_heads, d] each, as they are in the cache (which is
+    not quantized); the last `rows.whole` rows, which have no others, read these instead. Otherwise as
+    `decode_attention`.
     """
-    tokens, heads, dim = q.shape
-    block_size, kv_heads = _checked_cache(cache, dim)
     q = q.contiguous()
     out = torch.empty_like(q)
-    if not tokens:
-        return out
-    group = heads // kv_heads
-    count, width = rows.block_table.shape
-    device = _device(q.device)
-    quantized = cache.k_scale is not None
-    default = prefill_config(dim, q.element_size(), quantized, device)
-    tiles = triton.cdiv(rows.max_queries * group, 128)
-    keys = count * width * block_size * kv_heads
-    if options.rotary is None and gathers(tiles, keys, tokens * heads, quantized):
-        default = gathered_config(dim, q.element_size(), tiles * count * kv_heads, device)
-        config = launch_configs.tuned("gathered_attention", default, dim=dim, group=group, **_dtypes(q))
-        k, v = gather(cache, rows.block_table, rows.lengths, q.dtype, config.keys)
-        room = k.shape[0] // count
-        k_scale = v_scale = table = None
-    else:
-        config = launch_configs.tuned("prefill_attention", default, dim=dim, group=group, **_dtypes(q, cache))
-        (k, v), room = stored(cache), 0
-        k_scale, v_scale, table = cache.k_scale, cache.v_scale, rows.block_table
-    # Tiles with the most keys run first. Where keys and values of all rows fit in the L2 cache, that holds for all rows
-    # together; else one row follows the other, and their programs read the same keys at the same time.
-    tiles, rows_last = triton.cdiv(rows.max_queries * group, config.rows), 2 * keys * dim * q.element_size() > device.l2
-    prefill_kernel[(kv_heads, tiles, count) if rows_last else (kv_heads, count, tiles)](
-        q, k, v, k_scale, v_scale, table, rows.lengths, rows.query_start, out, options.rotary, options.scale,
-        rows.block_table.stride(0), *cache.k.stride()[:3], room,
-        GROUP=group, ROWS=config.rows, KEYS=config.keys, DIM=dim, BLOCK_SIZE=block_size,
-        WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0,
-        PRODUCT=product_type(q.dtype, k_scale is not None), ROWS_LAST=rows_last,
-        LARGE=_is_large(cache), FAST=_has_fast_tanh(q),
-        num_warps=config.warps, num_stages=1 if options.rotary is not None else config.stages,
-    )  # fmt: skip
+    if len(q):
+        count = len(rows.lengths)
+        cached = count - rows.whole if new and options.rotary is None else count
+        if cached:
+            _prefill(q, _cached_keys(q, cache, rows, cached, options), rows, slice(cached), options, out)
+        if new and cached < count:
+            _prefill(q, _new_keys(q, *new, rows, count - cached), rows, slice(cached, count), options, out)
     return out
 
 
+class _Keys(NamedTuple):
+    """Where the keys and values of rows are, for `prefill_kernel`, and its launch configuration."""
+
+    k: torch.Tensor | TensorDescriptor
+    v: torch.Tensor | TensorDescriptor
+    kv_heads: int
+    nbytes: int
+    config: "AttentionConfig"
+    room: int = 0  # without blocks: tokens from a row's first key to the next row's; 0: as many as it has
+    cache: Cache | None = None  # with blocks
+    table: torch.Tensor | None = None
+
+
+def _cached_keys(q: torch.Tensor, cache: Cache, rows: RowArguments, count: int, options: AttentionArguments) -> _Keys:
+    """Those of the first `count` rows, in the cache or gathered from there."""
+    tokens, heads, dim = q.shape
+    block_size, kv_heads = _checked_cache(cache, dim)
+    group, quantized, table = heads // kv_heads, cache.k_scale is not None, rows.block_table[:count]
+    keys, tiles = table.numel() * block_size * kv_heads, triton.cdiv(rows.max_queries * group, 128)
+    nbytes = 2 * keys * dim * q.element_size()
+    if options.rotary is None and gathers(tiles, keys, tokens * heads, quantized):
+        config = _contiguous_config(q, group, tiles * count * kv_heads)
+        k, v = gather(cache, table, rows.lengths[:count], q.dtype, config.keys)
+        return _Keys(k, v, kv_heads, nbytes, config, k.shape[0] // count)
+    default = prefill_config(dim, q.element_size(), quantized, _device(q.device))
+    config = launch_configs.tuned("prefill_attention", default, dim=dim, group=group, **_dtypes(q, cache))
+    return _Keys(*stored(cache), kv_heads, nbytes, config, cache=cache, table=table)
+
+
+def _new_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowArguments, count: int) -> _Keys:
+    """Those of the last `count` rows, which have no others than k and v [tokens, kv_heads, d]."""
+    kv_heads, dim = k.shape[1:]
+    group = q.shape[1] // kv_heads
+    config = _contiguous_config(q, group, triton.cdiv(rows.max_queries * group, 128) * count * kv_heads)
+    one, other = (TensorDescriptor.from_tensor(each.flatten(1), [config.keys, dim]) for each in (k, v))
+    return _Keys(one, other, kv_heads, 2 * k.numel() * k.element_size(), config)
+
+
+def _contiguous_config(q: torch.Tensor, group: int, programs: int) -> "AttentionConfig":
+    default = gathered_config(q.shape[2], q.element_size(), programs, _device(q.device))
+    return launch_configs.tuned("gathered_attention", default, dim=q.shape[2], group=group, **_dtypes(q))
+
+
+def _prefill(
+    q: torch.Tensor, keys: _Keys, rows: RowArguments, part: slice, options: AttentionArguments, out: torch.Tensor
+) -> None:
+    """Write the attention of the rows `part` to `out`.
+
+    Tiles with the most keys run first. Where keys and values of all rows fit in the L2 cache, that holds for all rows
+    together; else one row follows the other, and their programs read the same keys at the same time.
+    """
+    cache, config, lengths = keys.cache, keys.config, rows.lengths[part]
+    k_scale = v_scale = None
+    strides: tuple[int, ...] = (0, 0, 0)
+    block_size = 1
+    if cache is not None:
+        k_scale, v_scale, strides, block_size = cache.k_scale, cache.v_scale, cache.k.stride()[:3], cache.k.shape[1]
+    group, rows_last = q.shape[1] // keys.kv_heads, keys.nbytes > _device(q.device).l2
+    tiles, count = triton.cdiv(rows.max_queries * group, config.rows), len(lengths)
+    prefill_kernel[(keys.kv_heads, tiles, count) if rows_last else (keys.kv_heads, count, tiles)](
+        q, keys.k, keys.v, k_scale, v_scale, keys.table, lengths, rows.query_start[part.start or 0 :], out,
+        options.rotary, options.scale, 0 if keys.table is None else keys.table.stride(0), *strides, keys.room,
+        GROUP=group, ROWS=config.rows, KEYS=config.keys, DIM=q.shape[2], BLOCK_SIZE=block_size,
+        WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0,
+        PRODUCT=product_type(q.dtype, k_scale is not None), ROWS_LAST=rows_last,
+        LARGE=cache is not None and _is_large(cache), FAST=_has_fast_tanh(q), PACKED=cache is None and not keys.room,
+        num_warps=config.warps, num_stages=1 if options.rotary is not None else config.stages,
+    )  # fmt: skip
+
+
 def takes(dim: int) -> bool:
-    """Whether the kernels support this head_dim: a power of two from 16 to 256."""
+    """Return whether the kernels support this head_dim: a power of two from 16 to 256."""
     return 16 <= dim <= 256 and dim & (dim - 1) == 0
 
 
 class Device(NamedTuple):
-    """What the heuristics need to know of a GPU."""
+    """The facts about a GPU that the heuristics need."""
 
     shared_memory: int  # bytes that one program may use
     processors: int
@@ -471,7 +536,7 @@ def gathered_config(dim: int, itemsize: int, programs: int, device: Device) -> A
 
 
 def decode_splits(programs: int, longest: int, device: Device) -> int:
-    """How many programs share a row's keys: a power of two, at most 64, for full processors and short shares.
+    """Return how many programs share a row's keys: a power of two, at most 64, for full processors and short shares.
 
     Unless there are 64, shares have at most 768 keys. Full processors matter for few rows. Short shares balance
     many ragged rows, of which the longest would finish last. Each split costs a partial output that is written and
@@ -494,12 +559,12 @@ def _device(device: torch.device) -> Device:
 
 
 def _is_large(cache: Cache) -> bool:
-    """Whether 32 bits cannot count the numbers from the cache's first block to its end, gaps between slots included."""
+    """Return whether 32 bits cannot count the cache's numbers from its first block to its end, gaps included."""
     return cache.k.shape[0] * cache.k.stride(0) >= 1 << 31
 
 
 def _has_fast_tanh(q: torch.Tensor) -> bool:
-    """Whether tanh is one instruction (compute capability 7.5), and exact enough for what follows."""
+    """Return whether tanh is one instruction (compute capability 7.5), and exact enough for what follows."""
     return q.element_size() < 4 and is_compiled(q) and torch.cuda.get_device_capability(q.device) >= (7, 5)
 
 

@@ -134,12 +134,12 @@ def scale_kernel(x_ptr, x_scale_ptr, scale_ptr, COLUMNS: tl.constexpr, TILE: tl.
 
 
 def has_int8(device: torch.device) -> bool:
-    """Whether Triton multiplies tiles of int8 numbers on the device: compute capability 8.0 and above."""
+    """Return whether Triton multiplies tiles of int8 numbers on the device: compute capability 8.0 and above."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether the device converts and multiplies fp8 numbers: compute capability 8.9 and above."""
+    """Return whether the device converts and multiplies fp8 numbers: compute capability 8.9 and above."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -222,7 +222,7 @@ def fp8_product(
 
 
 def scales_afterwards(tokens: int, rows: int, columns: int, processors: int) -> bool:
-    """Whether a product with scales has tiles of 128 x 128 for too few of the processors: half, or two thirds."""
+    """Return whether a product with scales has too few tiles of 128 x 128: for half or two thirds of the processors."""
     tiles = triton.cdiv(tokens, 128) * triton.cdiv(rows, 128)
     return 3 * tiles <= 2 * processors if columns >= LONG else 2 * tiles <= processors
 

@@ -97,8 +97,8 @@ def _write(
 
 @triton.jit
 def rotary_write_kernel(
-    q_ptr, k_ptr, v_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, cos_sin_ptr, slots_ptr,
-    q_stride, k_stride, v_stride, block_stride, slot_stride,
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, cos_sin_ptr,
+    slots_ptr, q_stride, k_stride, v_stride, block_stride, slot_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, KV_HEADS_TILE: tl.constexpr,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE_KEYS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
@@ -115,6 +115,10 @@ def rotary_write_kernel(
         if ROTATE_KEYS:
             kind = k_ptr.dtype.element_ty  # rounded like the rotary kernel's output
             k1, k2 = (k1 * cos - k2 * sin).to(kind).to(tl.float32), (k2 * cos + k1 * sin).to(kind).to(tl.float32)
+    if k_out_ptr is not None:
+        to = k_out_ptr + token * (2 * HALF * KV_HEADS) + at
+        tl.store(to, k1.to(k_out_ptr.dtype.element_ty), mask=real)
+        tl.store(to + HALF, k2.to(k_out_ptr.dtype.element_ty), mask=real)
     wanted = real & (slot >= 0)
     at += (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
     if k_scale_ptr is not None:
@@ -172,18 +176,21 @@ def rotary_write(
     cache: Cache,
     slots: torch.Tensor,
     rotate_keys: bool = True,
-) -> torch.Tensor:
-    """`rotary_embedding` and `write_kv` in one launch; returns the rotated q.  Lessons 08 and 11.
+    keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotary_embedding` and `write_kv` in one launch; returns the rotated q, and k.  Lessons 08 and 11.
 
-    rotate_keys: whether k is rotated before it is written. d is a power of two. Raises ValueError as `write_kv`.
+    rotate_keys: whether k is rotated before it is written. keep: whether it is returned as written. d is a power of
+    two. Raises ValueError as `write_kv`.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _rotate_and_write((_dense_tokens(q), out), k, v, cos_sin.contiguous(), cache, slots, rotate_keys)
-    return out
+    written = torch.empty(k.shape, dtype=k.dtype, device=k.device) if keep else None
+    _rotate_and_write((_dense_tokens(q), out, written), k, v, cos_sin.contiguous(), cache, slots, rotate_keys)
+    return out, k if written is None else written
 
 
 def _rotate_and_write(
-    queries: tuple[torch.Tensor, torch.Tensor] | None,
+    queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
     k: torch.Tensor,
     v: torch.Tensor,
     cos_sin: torch.Tensor | None,
@@ -191,16 +198,16 @@ def _rotate_and_write(
     slots: torch.Tensor,
     rotate_keys: bool,
 ) -> None:
-    """queries: q and where its rotation is written."""
+    """queries: q, where its rotation is written, and where k is written besides the cache, if it is."""
     tokens, kv_heads, dim = k.shape
     _check_slots(cache, dim)
     k, v = _dense_tokens(k), _dense_tokens(v)
-    q, out = queries or (None, None)
+    q, out, copy = queries or (None, None, None)
     heads = 1 if q is None else q.shape[1]
     held_k, held_v = stored(cache)
     if tokens:
         rotary_write_kernel[(tokens,)](
-            q, k, v, out, held_k, held_v, cache.k_scale, cache.v_scale, cos_sin, slots,
+            q, k, v, out, copy, held_k, held_v, cache.k_scale, cache.v_scale, cos_sin, slots,
             0 if q is None else q.stride(0), k.stride(0), v.stride(0), *held_k.stride()[:2],
             HEADS=heads, KV_HEADS=kv_heads, HEADS_TILE=triton.next_power_of_2(heads),
             KV_HEADS_TILE=triton.next_power_of_2(kv_heads), HALF=dim // 2, BLOCK_SIZE=cache.k.shape[1],

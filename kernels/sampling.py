@@ -102,7 +102,7 @@ def _score(
     some = spans < SPANS
     highest = tl.load(span_maximum_ptr + spans, mask=some, other=float("-inf"))
     before, last = tl.full((), float("inf"), tl.float32), tl.full((), -1, tl.int32)  # the logit that was taken
-    for place in range(1, tl.minimum(count, VOCAB + 1)):
+    for rank in range(1, tl.minimum(count, VOCAB + 1)):
         best = tl.max(tl.where(some, highest, float("-inf")), 0)
         span = tl.min(tl.where(some & (highest == best), spans, SPANS - 1), 0)
         columns = span * SPAN + lanes
@@ -113,14 +113,14 @@ def _score(
         highest = tl.where(spans == span, tl.max(tl.where(left, x, float("-inf")), 0), highest)
         some &= (spans != span) | (tl.sum(left.to(tl.int32), 0) > 0)
         before = best
-        tl.store(ids_ptr + place, last)
-        tl.store(scores_ptr + place, best - norm)
+        tl.store(ids_ptr + rank, last)
+        tl.store(scores_ptr + rank, best - norm)
 
 
 @triton.jit
 def choose_kernel(
     logits_ptr, temperature_ptr, uniform_ptr, min_p_ptr, top_k_ptr, top_p_ptr, maximum_ptr, argmax_ptr, mass_ptr,
-    span_maximum_ptr, spans_ptr, first_ptr, out_ptr, row_stride, VOCAB, CHUNKS,
+    span_maximum_ptr, spans_ptr, window_ptr, out_ptr, row_stride, VOCAB, CHUNKS,
     CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, FEW: tl.constexpr, DONE: tl.constexpr,
     SHIFT: tl.constexpr, TRUNCATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -133,14 +133,14 @@ def choose_kernel(
     maximum = tl.max(maxima, 0)
     finite = tl.abs(maximum) < float("inf")
     temperature = tl.load(temperature_ptr + row).to(tl.float32)
-    begin = tl.full((), DONE, tl.int32)
+    begin, width = tl.full((), DONE, tl.int32), tl.full((), 1, tl.int32)
     if temperature > 0:
         uniform = tl.load(uniform_ptr + row).to(tl.float32)
         mass = tl.load(mass_ptr + row * CHUNKS + chunks, mask=real, other=0.0)
         if TRUNCATES:
             min_p, top_k, top_p = tl.load(min_p_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
             if truncation.truncates(min_p, top_k, top_p, VOCAB) & finite:
-                token, begin = truncation.choose_truncated(
+                token, begin, width = truncation.choose_truncated(
                     row_ptr, span_maximum_ptr + row * CHUNKS * (CHUNK // SPAN), spans_ptr + row * FEW, maxima, mass,
                     temperature, uniform, min_p, top_k, top_p, VOCAB, CHUNKS, CHUNKS_TILE, CHUNK, SPAN, FEW, SHIFT,
                 )  # fmt: skip
@@ -153,13 +153,14 @@ def choose_kernel(
         token = tl.load(argmax_ptr + row * CHUNKS + first)
     tl.store(out_ptr + row, tl.where(finite, token, -1).to(tl.int64))
     if TRUNCATES:
-        tl.store(first_ptr + row, begin)
+        tl.store(window_ptr + 2 * row, begin)
+        tl.store(window_ptr + 2 * row + 1, width)
 
 
 @triton.jit
 def finish_kernel(
     logits_ptr, temperature_ptr, uniform_ptr, min_p_ptr, top_k_ptr, top_p_ptr, scored_ptr, maximum_ptr, mass_ptr,
-    unscaled_ptr, span_maximum_ptr, first_ptr, beyond_ptr, counts_ptr, out_ptr, ids_ptr, scores_ptr, row_stride, VOCAB,
+    unscaled_ptr, span_maximum_ptr, window_ptr, beyond_ptr, counts_ptr, out_ptr, ids_ptr, scores_ptr, row_stride, VOCAB,
     CHUNKS,
     CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     WINDOW: tl.constexpr, DONE: tl.constexpr, SHIFT: tl.constexpr, MOST_SCORED: tl.constexpr, SCORES: tl.constexpr,
@@ -168,7 +169,7 @@ def finish_kernel(
     """Choose the token of a row that needed a pass over all of it, and find log-probabilities."""
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    first, count = tl.load(first_ptr + row), 0
+    first, count = tl.load(window_ptr + 2 * row), 0
     if SCORES:
         count = tl.load(scored_ptr + row)
     if (first != DONE) | (count > 0):
@@ -180,7 +181,7 @@ def finish_kernel(
             mass = tl.load(mass_ptr + row * CHUNKS + chunks, mask=real, other=0.0)
             token = truncation.choose_of_many(
                 row_ptr, maximum_ptr + row * CHUNKS, beyond_ptr + row * PARTS, counts_ptr + row * (PARTS * WINDOW),
-                maxima, mass, first, tl.load(temperature_ptr + row).to(tl.float32),
+                maxima, mass, first, tl.load(window_ptr + 2 * row + 1), tl.load(temperature_ptr + row).to(tl.float32),
                 tl.load(uniform_ptr + row).to(tl.float32), tl.load(min_p_ptr + row), tl.load(top_k_ptr + row),
                 tl.load(top_p_ptr + row), VOCAB, CHUNKS, CHUNKS_TILE, CHUNK, PART, PARTS, SHIFT,
             )  # fmt: skip
@@ -279,15 +280,15 @@ def _sample(
             logits, temperature, *asked, scored, maximum, argmax, mass, unscaled, span_maximum, *sizes,
             TRUNCATES=truncates, SCORES=count > 0, num_warps=8, **options,
         )  # fmt: skip
-        few, first = (torch.empty((rows, n), dtype=torch.int32, device=logits.device) for n in (truncation.FEW, 1))
+        few, window = (torch.empty((rows, n), dtype=torch.int32, device=logits.device) for n in (truncation.FEW, 2))
         choose_kernel[(rows,)](
-            logits, temperature, uniform, *asked, maximum, argmax, mass, span_maximum, few, first, out, *sizes,
+            logits, temperature, uniform, *asked, maximum, argmax, mass, span_maximum, few, window, out, *sizes,
             FEW=truncation.FEW, TRUNCATES=truncates, num_warps=16 if truncates else 8, **tiled,
         )  # fmt: skip
         if truncates:
-            beyond, counts, parts = truncation.count(logits, temperature, maximum, first, CHUNK)
+            beyond, counts, parts = truncation.count(logits, temperature, maximum, window, CHUNK)
             finish_kernel[(rows,)](
-                logits, temperature, uniform, *asked, scored, maximum, mass, unscaled, span_maximum, first, beyond,
+                logits, temperature, uniform, *asked, scored, maximum, mass, unscaled, span_maximum, window, beyond,
                 counts, out, ids, scores, *sizes, WINDOW=truncation.WINDOW.value, MOST_SCORED=MOST_SCORED,
                 SCORES=count > 0, num_warps=16, **parts, **tiled,
             )  # fmt: skip

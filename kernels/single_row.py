@@ -33,6 +33,7 @@ from . import launch_configs
 from .arguments import AttentionArguments, Cache
 from .cache_codes import LARGEST, rounded_head, stored, to_numbers
 from .paged_attention import LOG2E, product_type
+from .peers import Outbox, send
 from .single_row_parts import RowsConfig, activated, capped, dependent_launch, normed, processors, wait_for_inputs
 
 WHOLE = 4096  # a program holds full rows of up to this many columns
@@ -43,10 +44,14 @@ TILE = 2048  # elements of keys, and of values, that each warp of a program hold
 @triton.jit
 def whole_rows_kernel(
     x_ptr, post_norm_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, ROWS, UP,
+    peers_ptr, epoch_ptr, offset,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, SOFT_CAP: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, SOFT_CAP: tl.constexpr, DEPENDENT: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's."""
+    """out = W f(x), a few full rows of W at a time. f: nothing, a norm, or residual sum and norm. GATED: two W's.
+
+    RANKS: how many ranks the results are sent to, as parts of a sum. 0: they are stored.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
@@ -93,15 +98,18 @@ def whole_rows_kernel(
                 factor += up_bias.to(tl.float32)
                 up_bias = tl.load(bias_ptr + ROWS + after, mask=after < ROWS, other=0.0)
             y = activated(y, GELU) * factor
-        tl.store(out_ptr + rows, capped(y, SOFT_CAP).to(kind), mask=rows < ROWS)
+        if RANKS > 0:
+            send(peers_ptr, offset + rows, y, rows < ROWS, tl.load(epoch_ptr), RANKS)
+        else:
+            tl.store(out_ptr + rows, capped(y, SOFT_CAP).to(kind), mask=rows < ROWS)
 
 
 @triton.jit
 def long_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, ROWS,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, ROWS, peers_ptr, epoch_ptr, offset,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out = W x for rows of W that do not fit into registers: piece by piece."""
+    """out = W x for rows of W that do not fit into registers: piece by piece. RANKS: see `whole_rows_kernel`."""
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.arange(0, WIDTH)
     real = (rows < ROWS)[:, None]
@@ -118,7 +126,10 @@ def long_rows_kernel(
     y = tl.sum(total, 1)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
-    tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=rows < ROWS)
+    if RANKS > 0:
+        send(peers_ptr, offset + rows, y, rows < ROWS, tl.load(epoch_ptr), RANKS)
+    else:
+        tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=rows < ROWS)
 
 
 @triton.jit
@@ -264,6 +275,7 @@ def product(
     post_norm: torch.Tensor | None = None,
     activation: str | None = None,
     soft_cap: float | None = None,
+    outbox: Outbox | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(weight f(x) + bias [1, rows], the residual sum or None) for one row x [1, columns].  Lesson 11.
 
@@ -272,12 +284,16 @@ def product(
     its RMSNorm with these weights. activation ("gelu_tanh" or "silu"): weight is [2 * rows, columns], gate first, and
     the first result is activation(gate) * up [1, rows]. soft_cap: y becomes soft_cap * tanh(y / soft_cap). Raises
     ValueError for more than WHOLE columns with any of these but a bias.
+
+    outbox: the result is a part of a sum over several GPUs (see `peers`), and is sent to all of them, not returned.
     """
     weight = weight.contiguous()  # no copy on a GPU, where weights are contiguous
     columns = weight.shape[1]
     rows = weight.shape[0] // (2 if activation else 1)
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     total = torch.empty_like(x) if residual is not None else None
+    peers, epoch, offset = (None, None, 0) if outbox is None else outbox
+    ranks = 0 if peers is None else len(peers)
     dependent = dependent_launch(x.device)
     sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
     fused = any(each is not None for each in (norm, residual, post_norm, activation, soft_cap))
@@ -288,15 +304,16 @@ def product(
         config = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
         whole_rows_kernel[(config.programs,)](
             x, post_norm, residual, total, norm, weight, bias, out, eps, rows, rows * columns,
+            peers, epoch, offset,
             COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=config.tile, NORM=norm is not None,
             ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh",
-            SOFT_CAP=soft_cap or 0.0, num_warps=config.warps, **dependent,
+            SOFT_CAP=soft_cap or 0.0, RANKS=ranks, num_warps=config.warps, **dependent,
         )  # fmt: skip
     else:
         piece = launch_configs.tuned("long_rows", long_config(rows, processors(x.device)), **sizes)
         long_rows_kernel[(triton.cdiv(rows, piece.tile),)](
-            x, weight, bias, out, rows, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile,
-            num_warps=piece.warps, **dependent,
+            x, weight, bias, out, rows, peers, epoch, offset, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile,
+            RANKS=ranks, num_warps=piece.warps, **dependent,
         )  # fmt: skip
     return out, total
 

@@ -61,10 +61,10 @@ def processors(device: torch.device) -> int:
 
 @lru_cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether the device has programmatic dependent launch: compute capability 9.0 and above."""
+    """Return whether the device has programmatic dependent launch: compute capability 9.0 and above."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """How to launch a kernel that calls `wait_for_inputs(DEPENDENT)`: overlapping with the previous one if possible."""
+    """Return how to launch a kernel that calls `wait_for_inputs(DEPENDENT)`: if possible, before the last one ends."""
     return {"DEPENDENT": True, "launch_pdl": True} if has_dependent_launch(device) else {"DEPENDENT": False}

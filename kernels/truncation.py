@@ -20,180 +20,34 @@ or so of 2,000. So the row is not read again, but up to `FEW` spans, which fit i
 
 Otherwise, with flat logits, top-p is looked for in a small sample of the row. Equal logits weigh the same, and there
 are few different ones in half precision: so one pass over the row sums up those well above the result, and counts the
-logits of each of `WINDOW` keys around it. That mostly has the limit among them. If not, and for float32, passes over
-the row narrow an interval that holds it (`_search`): each tests several candidates in it, evenly spaced, at first by
-value, which is soon near the answer for logits spread like a bell, and then by key.
+logits of each key around it, at most `WINDOW`. That mostly has the limit among them. If not, and for float32, passes
+over the row narrow an interval that holds it (`row_search`): each tests several candidates in it, evenly spaced, at
+first by value, which is soon near the answer for logits spread like a bell, and then by key.
 
-Tiling: the first part is in `sampling.choose_kernel`, one program per row. Rows that need more leave it with a key to
-count from. `count_kernel` has `PARTS` programs per row, so that few rows use all processors, and counts in bytes, eight
-logits a thread at a time. `sampling.finish_kernel` finds the limit and the part that has the token, and draws. A search
-loads four chunks at once, to wait for memory less often, unless all their maxima are below the lowest candidate. Sums
-are in a fixed order, so equal rows get equal tokens.
+Tiling: the first part is in `sampling.choose_kernel`, one program per row. Rows that need more leave it with keys to
+count. `count_kernel` has `PARTS` programs per row, so that few rows use all processors. Few logits have one of these
+keys, so counting them by atomic additions is cheaper than comparing each logit with each key. `sampling.finish_kernel`
+finds the limit and the part that has the token, and draws. A search loads four chunks at once, to wait for memory less
+often, unless all their maxima are below the lowest candidate. Sums of floating-point numbers are in a fixed order, so
+equal rows get equal tokens.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from .arguments import is_compiled
+from .row_search import estimate, from_key, highest_of_four, key_from, load_chunk, narrowed, search, to_key, weigh
 from .single_row_parts import dependent_launch, wait_for_inputs
 
-BY_VALUE = tl.constexpr(4)  # passes that divide by values
 SPAN = 128  # logits
 FEW = 128  # spans that are held in registers
-WINDOW = tl.constexpr(32)  # keys that are counted one by one
-PARTS, MOST_CHUNKS = 8, 12  # of a row, at least, and in each, at most: a byte counts 255
+WINDOW = tl.constexpr(256)  # keys that are counted one by one, at most
+NARROW, REACH = tl.constexpr(32), tl.constexpr(0.0866)  # a window's keys at least, and z above and below its middle
+PARTS = 16  # of a row
 SAMPLED = tl.constexpr(16)  # chunks of a row, at least, if some are a sample of it
 DONE, SEARCH = tl.constexpr(-(1 << 31)), tl.constexpr(1 - (1 << 31))  # in place of the first key that is counted
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits of a float32 that are 0 in each dtype
-
-
-@triton.jit
-def _key(x, SHIFT: tl.constexpr):
-    """int32 numbers in the same order as the float32 numbers x; but that of -0 is below that of 0."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF) >> SHIFT
-
-
-@triton.jit
-def _value(key, SHIFT: tl.constexpr):
-    """The float32 number that a key stands for."""
-    order = key.to(tl.int32) << SHIFT
-    negative = (order | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF
-    return tl.where(order >= 0, order, negative).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key_from(x, SHIFT: tl.constexpr):
-    """The smallest key whose value is not below x."""
-    key = _key(x, SHIFT)
-    return tl.where(_value(key, SHIFT) < x, key + 1, key)
-
-
-@triton.jit
-def _load(row_ptr, chunk, VOCAB, CHUNK: tl.constexpr):
-    columns = chunk * CHUNK + tl.arange(0, CHUNK)
-    return tl.load(row_ptr + columns, mask=columns < VOCAB, other=float("-inf")).to(tl.float32) + 0.0  # -0 is 0
-
-
-@triton.jit
-def _highest(maximum_ptr, chunk, CHUNKS):
-    """The largest logit of four chunks."""
-    four = chunk + tl.arange(0, 4)
-    return tl.max(tl.load(maximum_ptr + four, mask=four < CHUNKS, other=float("-inf")), 0)
-
-
-@triton.jit
-def _weight(x, top, rate, MASS: tl.constexpr):
-    """What a logit weighs: exp(z), or 1 in a search that counts."""
-    return tl.exp2((x - top) * rate) if MASS else tl.where(x > float("-inf"), 1.0, 0.0)
-
-
-@triton.jit
-def _tested(found, x, weight, least):
-    return found + tl.where(x[None, :] >= least[:, None], weight[None, :], 0.0)
-
-
-@triton.jit
-def _weigh(
-    row_ptr, maximum_ptr, least, top, rate, VOCAB, CHUNKS, MASS: tl.constexpr, WAYS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """For each number in `least` [WAYS]: how many logits are not below it or, with MASS, the sum of their exp(z)."""
-    found = tl.zeros([WAYS, CHUNK], tl.float32)
-    lowest = tl.min(least, 0)
-    for chunk in range(0, CHUNKS, 4):
-        if _highest(maximum_ptr, chunk, CHUNKS) >= lowest:
-            a = _load(row_ptr, chunk, VOCAB, CHUNK)
-            b = _load(row_ptr, chunk + 1, VOCAB, CHUNK)
-            c = _load(row_ptr, chunk + 2, VOCAB, CHUNK)
-            d = _load(row_ptr, chunk + 3, VOCAB, CHUNK)
-            found = _tested(found, a, _weight(a, top, rate, MASS), least)
-            found = _tested(found, b, _weight(b, top, rate, MASS), least)
-            found = _tested(found, c, _weight(c, top, rate, MASS), least)
-            found = _tested(found, d, _weight(d, top, rate, MASS), least)
-    return tl.sum(found, 1)
-
-
-@triton.jit
-def _between(low, high, bottom, by_value, SHIFT: tl.constexpr, WAYS: tl.constexpr):
-    """Keys from `low` to `high`, of which `low` is the first, evenly spaced by key or, from `bottom` on, by value."""
-    ways = tl.arange(0, WAYS)
-    keys = tl.minimum(low + ways * tl.maximum((high - low + WAYS - 1) // WAYS, 1), high)
-    smallest, largest = tl.maximum(_value(low, SHIFT), bottom), _value(high - 1, SHIFT)
-    if by_value & (smallest < largest):
-        values = smallest + (largest - smallest) * (ways.to(tl.float32) / WAYS)
-        keys = tl.where(ways > 0, tl.maximum(_key(values, SHIFT).to(tl.int64), low), low)
-    return keys
-
-
-@triton.jit
-def _around(value, unit, low, high, SHIFT: tl.constexpr, WAYS: tl.constexpr):
-    """Keys from `low` to `high` on both sides of a value, the farther from it the farther apart."""
-    away = tl.arange(0, WAYS) - (WAYS - 1) / 2
-    distance = tl.exp2(tl.abs(away) * 1.5) * unit
-    keys = _key(value + tl.where(away < 0, -distance, distance), SHIFT).to(tl.int64)
-    return tl.minimum(tl.maximum(keys, low), high)
-
-
-@triton.jit
-def _narrowed(keys, found, goal, low, high, over):
-    """The interval and the weight above it, after a pass has found what the logits from each of `keys` on weigh."""
-    enough = tl.max(tl.where((found >= goal) & (keys < high), keys, low), 0)
-    beyond = tl.min(tl.where(keys > enough, keys, high), 0)
-    over = tl.where(beyond < high, tl.max(tl.where(keys == beyond, found, 0.0), 0), over)
-    return enough, beyond, over
-
-
-@triton.jit
-def _estimate(
-    row_ptr, low, high, bottom, top, rate, goal, tail, VOCAB, CHUNKS, MASS: tl.constexpr, SHIFT: tl.constexpr,
-    WAYS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """About the limit that `_search` finds, from four chunks that are read once.
-
-    tail: with MASS, the weight of what is left out. A few rare logits may weigh much, and a sample may lack them; what
-    is left out is most of the vocabulary, and a sample has its share of it.
-    """
-    begin, stride = CHUNKS // 8, CHUNKS // 4
-    a = _load(row_ptr, begin, VOCAB, CHUNK)
-    b = _load(row_ptr, begin + stride, VOCAB, CHUNK)
-    c = _load(row_ptr, begin + 2 * stride, VOCAB, CHUNK)
-    d = _load(row_ptr, begin + 3 * stride, VOCAB, CHUNK)
-    size = 4.0 * CHUNK / VOCAB
-    part = goal * size
-    if MASS:
-        weights = _weight(a, top, rate, True) + _weight(b, top, rate, True)
-        part = tl.sum(weights + _weight(c, top, rate, True) + _weight(d, top, rate, True), 0) - tail * size
-    for _ in range(4):
-        keys = _between(low, high, bottom, True, SHIFT, WAYS)
-        values, found = _value(keys, SHIFT), tl.zeros([WAYS, CHUNK], tl.float32)
-        found = _tested(found, a, _weight(a, top, rate, MASS), values)
-        found = _tested(found, b, _weight(b, top, rate, MASS), values)
-        found = _tested(found, c, _weight(c, top, rate, MASS), values)
-        found = _tested(found, d, _weight(d, top, rate, MASS), values)
-        low, high, _over = _narrowed(keys, tl.sum(found, 1), part, low, high, 0.0)
-    return tl.maximum(_value(low, SHIFT), bottom)
-
-
-@triton.jit
-def _search(
-    row_ptr, maximum_ptr, low, high, over, near, unit, bottom, top, rate, goal, VOCAB, CHUNKS, MASS: tl.constexpr,
-    SHIFT: tl.constexpr, WAYS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The largest key, from `low` on and below `high`, that logits reach whose weights sum to `goal`; the sum above it.
-
-    It is `low` if rounding keeps all of them from reaching the goal. over: the sum from `high` on. near: the limit may
-    be about there, within `unit` or so; minus infinity: that is unknown. bottom: a finite number that it is hardly
-    below.
-    """
-    passes = 0
-    while high - low > 1:
-        keys = _between(low, high, bottom, passes < BY_VALUE, SHIFT, WAYS)
-        if (passes == 0) & (near > float("-inf")):
-            keys = _around(near, unit, low, high, SHIFT, WAYS)
-        found = _weigh(row_ptr, maximum_ptr, _value(keys, SHIFT), top, rate, VOCAB, CHUNKS, MASS, WAYS, CHUNK)
-        low, high, over = _narrowed(keys, found, goal, low, high, over)
-        passes += 1
-    return low, over
 
 
 @triton.jit
@@ -213,10 +67,10 @@ def _draw(
     token, last = tl.full((), -1, tl.int32), begin
     each = tl.exp2((limit - top) * rate)
     for first in range(begin, end, 4):
-        if (token < 0) & (_highest(maximum_ptr, first, CHUNKS) >= limit):
+        if (token < 0) & (highest_of_four(maximum_ptr, first, CHUNKS) >= limit):
             above, equal = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.int32)
-            for place in tl.static_range(4):
-                x = _load(row_ptr, first + place, VOCAB, CHUNK)
+            for step in tl.static_range(4):
+                x = load_chunk(row_ptr, first + step, VOCAB, CHUNK)
                 above += tl.where(x > limit, tl.exp2((x - top) * rate), 0.0)
                 equal += (x == limit).to(tl.int32)
             count = tl.sum(equal, 0)
@@ -224,7 +78,7 @@ def _draw(
             if running + added > goal:
                 for chunk in range(first, first + 4):
                     columns = chunk * CHUNK + tl.arange(0, CHUNK)
-                    x = _load(row_ptr, chunk, VOCAB, CHUNK)
+                    x = load_chunk(row_ptr, chunk, VOCAB, CHUNK)
                     same = (x == limit) & (columns < VOCAB)
                     rank = seen + tl.cumsum(same.to(tl.int32), 0)
                     weight = tl.exp2((x - top) * rate)
@@ -244,11 +98,11 @@ def _draw(
     if token < 0:  # the same, and the last such entry is in the chunks from `last` on
         for chunk in range(last, last + 4):
             columns = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = _load(row_ptr, chunk, VOCAB, CHUNK)
+            x = load_chunk(row_ptr, chunk, VOCAB, CHUNK)
             inside = (columns < VOCAB) & (tl.exp2((x - top) * rate) > 0)
-            found = tl.max(tl.where((x > limit) & inside, columns, -1), 0)
+            newest = tl.max(tl.where((x > limit) & inside, columns, -1), 0)
             tie = tl.min(tl.where((x == limit) & inside, columns, VOCAB), 0)
-            token = tl.maximum(token, found)
+            token = tl.maximum(token, newest)
             token = tl.where((token < 0) & (tie < VOCAB), tie, token)
     return token
 
@@ -262,11 +116,11 @@ def _bisect(keys, weights, goal, low, high):
     over = tl.full((), 0.0, tl.float32)
     while high - low > 1:
         middle = low + (high - low) // 2
-        found = tl.sum(tl.where(keys >= middle.to(tl.int32), weights, 0.0), 0)
-        enough = found >= goal
+        held = tl.sum(tl.where(keys >= middle.to(tl.int32), weights, 0.0), 0)
+        enough = held >= goal
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
-        over = tl.where(enough, over, found)
+        over = tl.where(enough, over, held)
     return low, over
 
 
@@ -282,12 +136,13 @@ def _choose_of_few(
     """
     spans = tl.arange(0, SPANS_TILE)
     highest = tl.load(span_maximum_ptr + spans, mask=spans < SPANS, other=float("-inf"))
-    ranks, possible = _key(highest, SHIFT), highest > float("-inf")
+    ranks, possible = to_key(highest, SHIFT), highest > float("-inf")
     ranked = (top_k > 0) & (top_k < VOCAB)
-    lowest, end = _key(tl.full((), float("-inf"), tl.float32), SHIFT).to(tl.int64), _key(top, SHIFT).to(tl.int64) + 1
+    lowest = to_key(tl.full((), float("-inf"), tl.float32), SHIFT).to(tl.int64)
+    end = to_key(top, SHIFT).to(tl.int64) + 1
     wanted = tl.where(ranked, tl.minimum(top_k, FEW + 1), FEW - FEW // 8).to(tl.float32)
     bound, _over = _bisect(ranks, tl.where(possible, 1.0, 0.0), wanted, lowest, end)
-    complete = _key_from(least, SHIFT).to(tl.int64)
+    complete = key_from(least, SHIFT).to(tl.int64)
     bound = tl.maximum(bound, complete)
     count = tl.sum((possible & (ranks >= bound.to(tl.int32))).to(tl.int32), 0)
     if (count > FEW) & ((top_k <= 0) | (top_k >= VOCAB)):
@@ -304,7 +159,7 @@ def _choose_of_few(
         inside = (columns < VOCAB) & (few < count)[:, None]
         x = tl.load(row_ptr + columns, mask=inside, other=float("-inf")).to(tl.float32) + 0.0
         columns, x = tl.reshape(columns, [FEW * SPAN]), tl.reshape(x, [FEW * SPAN])
-        keys = _key(x, SHIFT)
+        keys = to_key(x, SHIFT)
         reach = (keys >= bound.to(tl.int32)) & (x > float("-inf"))
         weights = tl.where(reach, tl.exp2((x - top) * rate), 0.0)
         held = tl.sum(weights, 0)
@@ -317,12 +172,12 @@ def _choose_of_few(
                 equals = top_k.to(tl.int32) - over.to(tl.int32)
                 same = tl.sum((keys == limit.to(tl.int32)).to(tl.int32), 0)
                 above = tl.sum(tl.where(keys > limit.to(tl.int32), weights, 0.0), 0)
-                each = tl.exp2((_value(limit, SHIFT) - top) * rate)
+                each = tl.exp2((from_key(limit, SHIFT) - top) * rate)
                 total = above + tl.minimum(equals, same) * each
             if top_p < 1:
                 goal = top_p * total
                 nearer, over = _bisect(keys, weights, goal, limit, end)
-                each = tl.exp2((_value(nearer, SHIFT) - top) * rate)
+                each = tl.exp2((from_key(nearer, SHIFT) - top) * rate)
                 needed = tl.minimum(tl.maximum(tl.ceil((goal - over) / each), 1.0), VOCAB * 1.0).to(tl.int32)
                 equals = tl.where(nearer > limit, needed, tl.minimum(needed, equals))
                 total = tl.minimum(total, over + equals * each)
@@ -340,13 +195,13 @@ def _choose_of_few(
 @triton.jit
 def scale(maxima, temperature):
     """The largest logit of a row, and a factor: exp(z) = exp2((logit - top) * rate)."""
-    top = tl.max(maxima, 0) + 0.0  # -0 is 0, as in `_load`: a search up to the key of -0 would miss that of 0
+    top = tl.max(maxima, 0) + 0.0  # -0 is 0, as in `load_chunk`: a search up to the key of -0 would miss that of 0
     return top, tl.minimum(1.4426950408889634 / temperature, 3e38)
 
 
 @triton.jit
 def truncates(min_p, top_k, top_p, VOCAB):
-    """Whether a row leaves anything out."""
+    """Return whether a row leaves anything out."""
     return (min_p > 0) | ((top_k > 0) & (top_k < VOCAB)) | (top_p < 1)
 
 
@@ -357,14 +212,15 @@ def choose_truncated(
 ):  # fmt: skip
     """The token of a row that truncates something, whose largest logit is finite and whose temperature is above 0.
 
-    It is -1 if too many tokens are kept. Then the second number is the first key to count, or SEARCH; else DONE.
+    It is -1 if too many tokens are kept. Then the second number is the first key to count, or SEARCH; else DONE. The
+    third is how many keys to count.
     maxima, mass: what `sampling.chunk_mass_kernel` has found in each chunk, relative to its maximum.
     """
     top, rate = scale(maxima, temperature)
     total = tl.sum(mass * tl.exp2((maxima - top) * rate), 0)
     least = least_kept(top, temperature, min_p)
     ranked = (top_k > 0) & (top_k < VOCAB)
-    token, first = tl.full((), -1, tl.int32), tl.full((), DONE, tl.int32)
+    token, first, width = tl.full((), -1, tl.int32), tl.full((), DONE, tl.int32), tl.full((), 1, tl.int32)
     if ranked | (min_p > 0) | (top_p * total < 8 * FEW):  # no logit weighs more than 1
         token = _choose_of_few(
             row_ptr, span_maximum_ptr, spans_ptr, top, rate, least, total, uniform, min_p, top_k, top_p, VOCAB,
@@ -375,21 +231,25 @@ def choose_truncated(
         if SHIFT > 0:  # noqa: SIM102  known when the kernel is compiled
             if (CHUNKS >= SAMPLED) & (not ranked):
                 if top_p >= 1:
-                    first = _key_from(least, SHIFT)
+                    first = key_from(least, SHIFT)
                 elif min_p <= 0:
                     bottom = least_of_mass(top, temperature, (1.0 - top_p) * total, VOCAB)
-                    low, high = _key_from(bottom, SHIFT).to(tl.int64), _key(top, SHIFT).to(tl.int64) + 1
-                    near = _estimate(
+                    low, high = key_from(bottom, SHIFT).to(tl.int64), to_key(top, SHIFT).to(tl.int64) + 1
+                    near = estimate(
                         row_ptr, low, high, bottom, top, rate, top_p * total, (1.0 - top_p) * total, VOCAB, CHUNKS,
                         True, SHIFT, 8, CHUNK,
                     )  # fmt: skip
-                    first = tl.maximum(_key(near, SHIFT) - WINDOW // 2, low.to(tl.int32))
-    return token, first
+                    middle, reach = to_key(near, SHIFT), REACH / rate
+                    farthest = tl.maximum(to_key(near + reach, SHIFT) - middle, middle - to_key(near - reach, SHIFT))
+                    farthest = tl.minimum(tl.maximum(farthest, NARROW // 2), WINDOW // 2)
+                    first = tl.maximum(middle - farthest, low.to(tl.int32))
+                    width = 2 * farthest
+    return token, first, width
 
 
 @triton.jit
 def least_kept(top, temperature, min_p):
-    """What min-p keeps is not below it."""
+    """Return a limit: what min-p keeps is not below it."""
     least = tl.full((), float("-inf"), tl.float32)
     if min_p > 0:
         least = tl.minimum(top + temperature * tl.log(min_p), top)  # a rounded logarithm may be above 0
@@ -398,76 +258,59 @@ def least_kept(top, temperature, min_p):
 
 @triton.jit
 def least_of_mass(top, temperature, tail, VOCAB):
-    """What is below it weighs less than `tail`, even if it is the whole vocabulary."""
+    """Return a limit: what is below it weighs less than `tail`, even if it is the whole vocabulary."""
     return tl.minimum(top + temperature * tl.log(tail / VOCAB), top)
 
 
 @triton.jit
-def _counted(place, one, number: tl.constexpr, THREADS: tl.constexpr):
-    """How many logits of a thread are at each of the four places from 4 * number on, a byte each."""
-    return tl.sum(tl.reshape(tl.where(place >> 2 == number, one, 0), [THREADS, 8]), 1)
-
-
-@triton.jit
-def _store_counts(counts_ptr, bytes):
-    even, odd = tl.sum(bytes & 0xFF00FF, 0), tl.sum((bytes >> 8) & 0xFF00FF, 0)
-    tl.store(counts_ptr, even & 0xFFFF)
-    tl.store(counts_ptr + 1, odd & 0xFFFF)
-    tl.store(counts_ptr + 2, (even >> 16) & 0xFFFF)
-    tl.store(counts_ptr + 3, (odd >> 16) & 0xFFFF)
+def _count_one(at, some, COMPILED: tl.constexpr):
+    """Add 1 at each pointer, atomically. Triton's own addition would first deal the pointers out anew to threads."""
+    if COMPILED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.relaxed.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
+            "=r,l,r", [at.to(tl.int64), some.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.atomic_add(at, 1, mask=some, sem="relaxed")
 
 
 @triton.jit
 def count_kernel(
-    logits_ptr, temperature_ptr, maximum_ptr, first_ptr, beyond_ptr, counts_ptr, row_stride, VOCAB, CHUNKS,
+    logits_ptr, temperature_ptr, maximum_ptr, window_ptr, beyond_ptr, counts_ptr, row_stride, VOCAB, CHUNKS,
     CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
-    THREADS: tl.constexpr, DEPENDENT: tl.constexpr,
+    THREADS: tl.constexpr, COMPILED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """In a part of a row: how many logits have each of WINDOW keys, and the sum of exp(z) of all with larger ones."""
+    """In a part of a row: how many logits have each key of its window, and the sum of exp(z) of those above it."""
     wait_for_inputs(DEPENDENT)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = tl.load(first_ptr + row)
+    first = tl.load(window_ptr + 2 * row)
     if first > SEARCH:
+        width = tl.load(window_ptr + 2 * row + 1)
         chunks = tl.arange(0, CHUNKS_TILE)
         maxima = tl.load(maximum_ptr + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=float("-inf"))
         top, rate = scale(maxima, tl.load(temperature_ptr + row).to(tl.float32))
+        at = row * PARTS + part
+        counts_ptr += at * WINDOW
+        keys = tl.arange(0, WINDOW)
+        tl.store(counts_ptr + keys, tl.zeros([WINDOW], tl.int32), mask=keys < width)
+        tl.debug_barrier()
         beyond = tl.zeros([THREADS], tl.float32)
-        a, b, c, d = beyond.to(tl.int32), beyond.to(tl.int32), beyond.to(tl.int32), beyond.to(tl.int32)
-        e, f, g, h = beyond.to(tl.int32), beyond.to(tl.int32), beyond.to(tl.int32), beyond.to(tl.int32)
         end = tl.minimum((part + 1) * PART * CHUNK, VOCAB)
         for start in range(part * PART * CHUNK, end, 8 * THREADS):
             columns = start + tl.arange(0, 8 * THREADS)
             x = tl.load(logits_ptr + row * row_stride + columns, mask=columns < end, other=float("-inf"))
             x = x.to(tl.float32) + 0.0
-            place = _key(x, SHIFT) - first
-            weight = tl.where(place >= WINDOW, tl.exp2((x - top) * rate), 0.0)
+            index = to_key(x, SHIFT) - first
+            weight = tl.where(index >= width, tl.exp2((x - top) * rate), 0.0)
             beyond += tl.sum(tl.reshape(weight, [THREADS, 8]), 1)
-            one = 1 << ((place & 3) * 8)
-            a += _counted(place, one, 0, THREADS)
-            b += _counted(place, one, 1, THREADS)
-            c += _counted(place, one, 2, THREADS)
-            d += _counted(place, one, 3, THREADS)
-            e += _counted(place, one, 4, THREADS)
-            f += _counted(place, one, 5, THREADS)
-            g += _counted(place, one, 6, THREADS)
-            h += _counted(place, one, 7, THREADS)
-        at = row * PARTS + part
+            _count_one(counts_ptr + index, (index >= 0) & (index < width), COMPILED)
         tl.store(beyond_ptr + at, tl.sum(beyond, 0))
-        counts_ptr += at * WINDOW
-        _store_counts(counts_ptr, a)
-        _store_counts(counts_ptr + 4, b)
-        _store_counts(counts_ptr + 8, c)
-        _store_counts(counts_ptr + 12, d)
-        _store_counts(counts_ptr + 16, e)
-        _store_counts(counts_ptr + 20, f)
-        _store_counts(counts_ptr + 24, g)
-        _store_counts(counts_ptr + 28, h)
 
 
 @triton.jit
 def choose_of_many(
-    row_ptr, maximum_ptr, beyond_ptr, counts_ptr, maxima, mass, first, temperature, uniform, min_p, top_k, top_p, VOCAB,
-    CHUNKS, CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    row_ptr, maximum_ptr, beyond_ptr, counts_ptr, maxima, mass, first, width, temperature, uniform, min_p, top_k, top_p,
+    VOCAB, CHUNKS, CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The token of a row that `choose_truncated` leaves, with the sums and counts of its parts from `first` on."""
@@ -482,34 +325,37 @@ def choose_of_many(
     else:
         parts, keys = tl.arange(0, PARTS), first + tl.arange(0, WINDOW)
         beyond = tl.load(beyond_ptr + parts)
-        counts = tl.load(counts_ptr + parts[:, None] * WINDOW + tl.arange(0, WINDOW)[None, :])
-        found = tl.sum(counts, 0)
-        each = tl.where(found > 0, tl.exp2((_value(keys, SHIFT) - top) * rate), 0.0)
+        counts = tl.load(
+            counts_ptr + parts[:, None] * WINDOW + tl.arange(0, WINDOW)[None, :], mask=(keys < first + width)[None, :],
+            other=0,
+        )  # fmt: skip
+        counted = tl.sum(counts, 0)
+        each = tl.where(counted > 0, tl.exp2((from_key(keys, SHIFT) - top) * rate), 0.0)
         least, equals = first, VOCAB
         if top_p < 1:
             goal, above = top_p * total, tl.sum(beyond, 0)
             bottom = least_of_mass(top, temperature, (1.0 - top_p) * total, VOCAB)
-            low, high = _key_from(bottom, SHIFT).to(tl.int64), _key(top, SHIFT).to(tl.int64) + 1
-            over, after = tl.full((), 0.0, tl.float32), tl.minimum(first.to(tl.int64) + WINDOW, high)
+            low, high = key_from(bottom, SHIFT).to(tl.int64), to_key(top, SHIFT).to(tl.int64) + 1
+            over, after = tl.full((), 0.0, tl.float32), tl.minimum(first.to(tl.int64) + width, high)
             if above >= goal:
                 low = after
             else:
                 high, over = after, above
-                sums = above + tl.cumsum(found * each, 0, reverse=True)
-                low, high, over = _narrowed(keys.to(tl.int64), sums, goal, low, high, over)
+                sums = above + tl.cumsum(counted * each, 0, reverse=True)
+                low, high, over = narrowed(keys.to(tl.int64), sums, goal, low, high, over)
             if high - low > 1:
-                near = _value(first + (WINDOW // 2), SHIFT)
-                unit = tl.abs(near) / 64
-                low, over = _search(
+                near = from_key(first + width // 2, SHIFT)
+                unit = tl.abs(near) / 64 + 0.003 / rate
+                low, over = search(
                     row_ptr, maximum_ptr, low, high, over, near, unit, bottom, top, rate, goal, VOCAB, CHUNKS,
                     True, SHIFT, 8, CHUNK,
                 )  # fmt: skip
             least = low.to(tl.int32)
-            weight = tl.exp2((_value(low, SHIFT) - top) * rate)
+            weight = tl.exp2((from_key(low, SHIFT) - top) * rate)
             equals = tl.minimum(tl.maximum(tl.ceil((goal - over) / weight), 1.0), VOCAB * 1.0).to(tl.int32)
             total = over + equals * weight
-        limit = _value(least, SHIFT)
-        if (least >= first) & (least < first + WINDOW):
+        limit = from_key(least, SHIFT)
+        if (least >= first) & (least < first + width):
             # The part of the row that has the token.
             same = tl.sum(tl.where((keys == least)[None, :], counts, 0), 1)
             before = tl.cumsum(same, 0) - same
@@ -541,47 +387,47 @@ def _limit(
     All by searching the row. total: the sum of exp(z) of all.
     """
     chunks, equals = tl.arange(0, CHUNKS_TILE), VOCAB
-    limit, end = least_kept(top, temperature, min_p), _key(top, SHIFT).to(tl.int64) + 1
+    limit, end = least_kept(top, temperature, min_p), to_key(top, SHIFT).to(tl.int64) + 1
     none, unknown = tl.full((), 0.0, tl.float32), tl.full((), float("-inf"), tl.float32)
     if min_p > 0:
-        found = _weigh(
+        sums = weigh(
             row_ptr, maximum_ptr, tl.full([1], 0.0, tl.float32) + limit, top, rate, VOCAB, CHUNKS, True, 1, CHUNK
         )
-        total = tl.max(found, 0)
+        total = tl.max(sums, 0)
     if (top_k > 0) & (top_k < VOCAB):
         if top_k <= CHUNKS:  # so many chunks have a maximum: the limit is not below the least of these
             ranked = tl.sort(maxima, descending=True)
             limit = tl.maximum(limit, tl.sum(tl.where(chunks == top_k - 1, ranked, 0.0), 0))
         lowest = tl.min(tl.where(chunks < CHUNKS, maxima, top), 0)
         bottom = tl.maximum(tl.maximum(limit, top - 4 * (top - lowest)), -3e38)
-        near, goal, low = unknown, top_k.to(tl.float32), _key_from(limit, SHIFT).to(tl.int64)
+        near, goal, low = unknown, top_k.to(tl.float32), key_from(limit, SHIFT).to(tl.int64)
         if (CHUNKS >= SAMPLED) & (top_k > CHUNKS):
-            near = _estimate(row_ptr, low, end, bottom, top, rate, goal, 0.0, VOCAB, CHUNKS, False, SHIFT, 4, CHUNK)
+            near = estimate(row_ptr, low, end, bottom, top, rate, goal, 0.0, VOCAB, CHUNKS, False, SHIFT, 4, CHUNK)
         unit = tl.abs(near) / 256 + (top - bottom) / 512
-        key, over = _search(
+        key, over = search(
             row_ptr, maximum_ptr, low, end, none, near, unit, bottom, top, rate, goal, VOCAB, CHUNKS, False, SHIFT, 4,
             CHUNK,
         )  # fmt: skip
-        limit = _value(key, SHIFT)
+        limit = from_key(key, SHIFT)
         equals = top_k.to(tl.int32) - over.to(tl.int32)
-        above = _value(key + 1, SHIFT)
-        found = _weigh(
+        above = from_key(key + 1, SHIFT)
+        sums = weigh(
             row_ptr, maximum_ptr, tl.where(tl.arange(0, 2) == 0, limit, above), top, rate, VOCAB, CHUNKS, True, 2,
             CHUNK,
         )  # fmt: skip
-        total = tl.minimum(tl.min(found, 0) + equals * tl.exp2((limit - top) * rate), tl.max(found, 0))
+        total = tl.minimum(tl.min(sums, 0) + equals * tl.exp2((limit - top) * rate), tl.max(sums, 0))
     if top_p < 1:
         goal, tail = top_p * total, (1.0 - top_p) * total
         least = tl.maximum(limit, least_of_mass(top, temperature, tail, VOCAB))
-        near, low = unknown, _key_from(least, SHIFT).to(tl.int64)
+        near, low = unknown, key_from(least, SHIFT).to(tl.int64)
         if CHUNKS >= SAMPLED:
-            near = _estimate(row_ptr, low, end, least, top, rate, goal, tail, VOCAB, CHUNKS, True, SHIFT, 8, CHUNK)
+            near = estimate(row_ptr, low, end, least, top, rate, goal, tail, VOCAB, CHUNKS, True, SHIFT, 8, CHUNK)
         unit = tl.abs(near) / 256 + 0.003 / rate
-        key, over = _search(
+        key, over = search(
             row_ptr, maximum_ptr, low, end, none, near, unit, least, top, rate, goal, VOCAB, CHUNKS, True, SHIFT, 8,
             CHUNK,
         )  # fmt: skip
-        nearer = _value(key, SHIFT)
+        nearer = from_key(key, SHIFT)
         weight = tl.exp2((nearer - top) * rate)
         needed = tl.minimum(tl.maximum(tl.ceil((goal - over) / weight), 1.0), VOCAB * 1.0).to(tl.int32)
         equals = tl.where(nearer > limit, needed, tl.minimum(needed, equals))
@@ -591,23 +437,22 @@ def _limit(
 
 
 def count(
-    logits: torch.Tensor, temperature: torch.Tensor, maximum: torch.Tensor, first: torch.Tensor, chunk: int
+    logits: torch.Tensor, temperature: torch.Tensor, maximum: torch.Tensor, window: torch.Tensor, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """Count the logits of the rows with a first key, in parts of each: (sums beyond, counts, sizes of the parts).
 
-    logits [rows, vocab], maximum [rows, chunks]. The results are [rows, parts] float32 and [rows, parts, WINDOW] int32.
+    logits [rows, vocab], maximum [rows, chunks], window [rows, 2] int32: the first key and the number of keys. The
+    results are [rows, parts] float32 and [rows, parts, WINDOW] int32.
     """
     rows, vocab = logits.shape
-    chunks, parts = maximum.shape[1], PARTS
-    while 4 * triton.cdiv(chunks, 4 * parts) > MOST_CHUNKS:
-        parts *= 2
-    sizes = {"PARTS": parts, "PART": 4 * triton.cdiv(chunks, 4 * parts)}
-    beyond = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
-    counts = torch.empty((rows, parts, WINDOW.value), dtype=torch.int32, device=logits.device)
+    chunks = maximum.shape[1]
+    sizes = {"PARTS": PARTS, "PART": 4 * triton.cdiv(chunks, 4 * PARTS)}
+    beyond = torch.empty((rows, PARTS), dtype=torch.float32, device=logits.device)
+    counts = torch.empty((rows, PARTS, WINDOW.value), dtype=torch.int32, device=logits.device)
     if SHIFTS[logits.dtype]:
-        count_kernel[(rows, parts)](
-            logits, temperature, maximum, first, beyond, counts, logits.stride(0), vocab, chunks,
+        count_kernel[(rows, PARTS)](
+            logits, temperature, maximum, window, beyond, counts, logits.stride(0), vocab, chunks,
             CHUNKS_TILE=max(triton.next_power_of_2(chunks), 2), CHUNK=chunk, SHIFT=SHIFTS[logits.dtype], THREADS=256,
-            num_warps=8, **sizes, **dependent_launch(logits.device),
+            COMPILED=is_compiled(logits), num_warps=8, **sizes, **dependent_launch(logits.device),
         )  # fmt: skip
     return beyond, counts, sizes

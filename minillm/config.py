@@ -4,20 +4,20 @@ import difflib
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from os import PathLike
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack, get_args
 
 from minillm.errors import ConfigError
-from minillm.values import as_float, as_int, shown
+from minillm.values import as_float, as_int, as_tuple, shown
 
 if TYPE_CHECKING:  # the command line reads options without waiting for torch
     import torch
 
 PolicyName = Literal["fcfs", "priority", "shortest", "static", "whole"]
-NAMES_WIDTH = 24  # of the column of names in the docstring
+NAMES_WIDTH = 30  # of the column of names in the docstring
 
 
 UNLIMITED = ("static", "whole")  # baselines: a limit of prompt tokens would change what they show
@@ -103,15 +103,22 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory_utilization: float
     enforce_eager: bool
     tensor_parallel_size: int
+    decode_context_parallel_size: int
+    pipeline_parallel_size: int
     cpu_threads: int | None
     attention_sinks: int | None
     attention_window: int | None
+    adapters: Mapping[str, str | PathLike[str]] | tuple[tuple[str, str], ...]
+    max_loras: int | None
+    max_lora_rank: int | None
     enable_prefix_caching: bool
     policy: PolicyName
     run_ahead: int
     speculate: str | PathLike[str]
     speculate_head: str | PathLike[str] | None
     speculate_tokens: int
+    speculate_ahead: bool
+    exact: bool
     seed: int | None
     plan: str | PathLike[str] | None
     trace: str | PathLike[str] | Recorder | None
@@ -182,6 +189,18 @@ class EngineConfig(Options):
         "on a CPU, as many processes",
         least=1,
     )
+    decode_context_parallel_size: int = option(
+        1,
+        "of a model with fewer KV heads than GPUs: how many GPUs with the same KV head divide its cache blocks, which "
+        "then hold that many times as many tokens, at the price of two exchanges a layer; 1: each has all of them",
+        least=1,
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages, each with a part of the layers on GPUs of its own (as many as tensor_parallel_size says), and steps "
+        "of different requests in each: for models that one GPU cannot hold; runs without CUDA graphs",
+        least=1,
+    )
     cpu_threads: int | None = option(
         None,
         "threads of a step on a CPU; default: as many as there are cores that no other program uses, which changes "
@@ -196,6 +215,22 @@ class EngineConfig(Options):
         None,
         "streams: newest tokens that it keeps; both are rounded up to whole blocks and run without CUDA graphs",
         least=1,
+    )
+    adapters: tuple[tuple[str, str], ...] = option(
+        (),
+        "adapters (LoRA) and soft prompts that requests may name, as {NAME: DIRECTORY}: directories that PEFT wrote",
+        flag="--adapter",
+        given_as=list[str],
+    )
+    max_loras: int | None = option(
+        None,
+        "the most adapters in one step, for which memory is taken: requests with others wait; default: as many as are "
+        "given, none without",
+        least=1,
+        most=1024,
+    )
+    max_lora_rank: int | None = option(
+        None, "the greatest rank of an adapter; default: that of those given, or 16 without", least=1, most=512
     )
     enable_prefix_caching: bool = option(True, "share the blocks of equal prompt prefixes")
     policy: PolicyName = option(
@@ -219,6 +254,17 @@ class EngineConfig(Options):
         "directory, if it has one, else all",
     )
     speculate_tokens: int = option(7, "most tokens drafted for a request in one step", least=1, most=63)
+    speculate_ahead: bool = option(
+        False,
+        'with speculate="ngram", let the device look up the drafts, so that steps with drafts are launched ahead, too; '
+        "off until it has been measured on a GPU",
+    )
+    exact: bool = option(
+        False,
+        "give a token the same logits, bit for bit, whatever else its steps compute: other requests, drafts, its "
+        "prompt in chunks or from the prefix cache; slower, and not with several GPUs, streams, adapters or operations "
+        "of yours (vLLM: batch invariance)",
+    )
     seed: int = option(
         0,
         "for requests that have no seed of their own; None: another one each time",
@@ -250,10 +296,27 @@ class EngineConfig(Options):
                 f"speculate={self.speculate!r} and attention_sinks exclude each other: a stream's blocks move as its "
                 "tokens are computed, and drafts that are wrong would have to move them back; leave one of them out"
             )
-        if self.plan is not None and self.tensor_parallel_size > 1:
+        if self.speculate_ahead and str(self.speculate) != "ngram":
             raise ConfigError(
-                f"plan and tensor_parallel_size={self.tensor_parallel_size} exclude each other: a plan is measured on "
-                "one GPU with the whole model; leave one of them out"
+                f"speculate_ahead is for speculate='ngram', which the device can look up itself, and speculate="
+                f"{str(self.speculate)!r} is not that; leave speculate_ahead out"
+            )
+        if self.plan is not None and self.ranks > 1:
+            name = "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
+            raise ConfigError(
+                f"plan and {name}={getattr(self, name)} exclude each other: a plan is measured on one GPU with the "
+                "whole model; leave one of them out"
+            )
+        split = self.decode_context_parallel_size
+        if self.tensor_parallel_size % split:
+            raise ConfigError(
+                f"decode_context_parallel_size={split} must divide tensor_parallel_size={self.tensor_parallel_size}: "
+                "it divides the cache between some of the GPUs that share every layer"
+            )
+        if self.block_size % split:
+            raise ConfigError(
+                f"block_size={self.block_size} cannot be divided between decode_context_parallel_size={split} GPUs: "
+                f"block_size={-(-self.block_size // split) * split} would work"
             )
         if self.max_prefill_tokens and self.policy in UNLIMITED:
             raise ConfigError(f"policy={self.policy!r} is a baseline without max_prefill_tokens: leave one of them out")
@@ -262,11 +325,41 @@ class EngineConfig(Options):
             recorder = name == "trace" and hasattr(value, "watch")
             if not (value is None or isinstance(value, (str, PathLike)) or recorder):
                 raise ConfigError(f"{name} must be a file's path, not {shown(value)}")
+        self._set("adapters", tuple(_named_directories(self.adapters)))
+        self._check_exact()
         self._set("speculate", str(self.speculate))
         if self.speculate_head is not None:
             self._set("speculate_head", str(self.speculate_head))
-            if self.speculate in ("off", "ngram"):
-                raise ConfigError(f"speculate_head is for a draft model, and speculate={self.speculate!r} has none")
+
+    @property
+    def adapter_slots(self) -> int:
+        """Return how many adapters a step may have."""
+        return self.max_loras or len(self.adapters)
+
+    @property
+    def ranks(self) -> int:
+        """Return how many processes share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def most_in_flight(self) -> int:
+        """Return how many steps may be in flight when the oldest is read: with a pipeline, one in each stage."""
+        return max(self.run_ahead + 1, self.pipeline_parallel_size)
+
+    def _check_exact(self) -> None:
+        """Raise ConfigError if `exact` cannot hold with the other options."""
+        excluded = {
+            f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1
+            and "the order in which GPUs sum their parts may depend on the size of the step",
+            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1
+            and "it is measured on one device alone",
+            "attention_sinks": self.attention_sinks is not None
+            and "what a stream still sees depends on how its prompt was divided into steps",
+            "adapters": self.adapter_slots > 0 and "their products are summed in an order that depends on the batch",
+        }
+        for name, why in excluded.items():
+            if self.exact and why:
+                raise ConfigError(f"exact and {name} exclude each other: {why}; leave one of them out")
 
     @classmethod
     def of(cls, **options: Unpack[EngineOptions]) -> "EngineConfig":
@@ -307,7 +400,7 @@ class DeviceConfig(EngineConfig):
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many requests run at once, and the tokens of each one's prompt and output.  Lessons 08 and 11."""
+    """A number of requests at once, and the tokens of each one's prompt and output.  Lessons 08 and 11."""
 
     concurrency: int
     input_len: int
@@ -324,6 +417,22 @@ class Traffic:
     def context(self) -> int:
         """Tokens of a request at its end."""
         return self.input_len + self.output_len
+
+
+def _named_directories(given: object) -> Iterator[tuple[str, str]]:
+    """Names and directories from a mapping, or from texts NAME=DIR or pairs. Raises ConfigError."""
+    several = tuple(given.items()) if isinstance(given, Mapping) else as_tuple(given)
+    if several is None:
+        raise ConfigError(f"adapters must be names and directories, as {{'pirate': 'DIR'}}, not {shown(given)}")
+    seen = set()
+    for each in several:
+        name, directory = each.partition("=")[::2] if isinstance(each, str) else each
+        if not (isinstance(name, str) and name and isinstance(directory, (str, PathLike)) and str(directory)):
+            raise ConfigError(f"an adapter is a name and a directory, NAME=DIR, not {shown(each)}")
+        if name in seen:
+            raise ConfigError(f"adapter {shown(name)} is given twice: name each one once")
+        seen.add(name)
+        yield name, str(directory)
 
 
 def _nearest(names: Sequence[str], known: Sequence[str]) -> str:

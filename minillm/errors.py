@@ -37,11 +37,11 @@ class Unreachable(MinillmError, ConnectionError):
 
 
 @contextmanager
-def naming(what: str, place: int, count: int) -> Iterator[None]:
-    """Say which of `count` inputs a wrong value is in, by its place from 0. A single input needs no number."""
+def naming(what: str, index: int, count: int) -> Iterator[None]:
+    """Say which of `count` inputs a wrong value is in, by its index. A single input needs no number."""
     try:
         yield
     except MinillmError as error:
         if count == 1 or not isinstance(error, ValueError):
             raise
-        raise type(error)(f"{what} {place}: {error}") from None
+        raise type(error)(f"{what} {index}: {error}") from None

@@ -6,7 +6,8 @@
 
 A module with replaceable functions keeps them in a `Parts` and calls them through it. What can be replaced are the
 operations of `minillm.ops`; of the tokenizer, `bpe_merge`; of quantization, `awq_scales`, `awq_clipping` and `gptq`;
-and, by classes, the scheduler's `policy`, `block_pool` and `proposer`.
+of several GPUs, `shard`, `all_reduce` and `sharded_argmax`; and, by classes, the scheduler's `policy`, `block_pool` and
+`proposer`.
 """
 
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 from minillm.errors import MinillmError
 
 # Importing these modules registers their parts.
-HOMES = ("ops.table", "tokenizer.bpe", "scheduler.checked", "quantization.methods.replaceable")
+HOMES = ("ops.table", "tokenizer.bpe", "scheduler.checked", "quantization.methods.replaceable", "model.replaceable")
 
 
 class OverrideError(MinillmError, ValueError):
@@ -48,7 +49,7 @@ class Parts:
 
     @property
     def functions(self) -> tuple[Callable, ...]:
-        """What runs now, in the order of `names`; what one block of `using` replaces is seen all or not at all."""
+        """Return what runs now, in the order of `names`; of what a block of `using` replaces, all or nothing."""
         with _lock:
             return tuple(getattr(self, name) for name in self.names)
 
@@ -58,12 +59,12 @@ class Parts:
 
     @property
     def engines_own(self) -> bool:
-        """Whether nothing is replaced."""
+        """Return whether nothing is replaced."""
         return all(label != "yours" for label, _ in self.origin.values())
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph may be captured from these functions: nothing is replaced but what says so of itself."""
+        """Return whether a CUDA graph may be captured of these functions: each replacement says that it allows it."""
         return all(self.origin[name][0] != "yours" or getattr(self, name).capturable for name in self.names)
 
     def replacement(self, name: str, function: Callable, used: "Used", capturable: bool) -> Callable:
@@ -104,10 +105,27 @@ def any_replaced() -> bool:
 
 @dataclass
 class Used:
-    """How often each replaced part ran (of a class: calls of its methods), and which fell back to the engine's own."""
+    """Counts how often each replaced part ran (of a class: calls of its methods), and those that fell back."""
 
     calls: dict[str, int] = field(default_factory=dict)
     not_solved: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A block of `using` that has not ended."""
+
+    replacements: dict[str, Callable]  # as they were given
+    used: Used
+
+
+_blocks: list[Block] = []
+
+
+def blocks() -> tuple[Block, ...]:
+    """The blocks of `using` that have not ended, from the outermost to the innermost."""
+    with _lock:
+        return tuple(_blocks)
 
 
 @contextmanager
@@ -130,18 +148,23 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
     (lesson 11): they launch the same kernels for equal shapes, read no value back to the host, and leave the padding
     of a batch alone, rows of length 0 with slot -1. Graphs of decode steps are then captured again, and `Used` counts
     the captures: their replays call no Python. Steps that run prompts stay outside.
+
+    With tensor_parallel_size, operations run in processes of their own, which get copies of your functions (lesson 14):
+    what a function changes outside itself is not seen here, and a call in all processes counts once. shard, all_reduce
+    and sharded_argmax are what `minillm.model.replaceable` describes; an engine uses `shard` when it is made.
     """
-    found = _all()
+    tables = _all()
     for name, function in replacements.items():
-        refusals = [parts.refusal for parts in found if name in parts.names]
+        refusals = [parts.refusal for parts in tables if name in parts.names]
         if not refusals:
             raise OverrideError(f"no part is called {name!r}; there are: {', '.join(names())}")
         if not callable(function):
             raise OverrideError(refusals[0].format(name=name, type=type(function).__name__))
     used = Used(calls=dict.fromkeys(replacements, 0))
+    block = Block(replacements, used)
     with _lock:
         before = []
-        for parts in found:
+        for parts in tables:
             saved = {name: (getattr(parts, name), parts.origin[name]) for name in replacements if name in parts.names}
             before.append((parts, saved))
             for name, (_, origin) in saved.items():
@@ -150,10 +173,12 @@ def using(*, capturable: bool = False, **replacements: Callable) -> Iterator[Use
                 label = getattr(function, "__name__", type(function).__name__)
                 parts.origin[name] = ("yours", f"{label} replaces {origin[0]}")
             parts.version += bool(saved)
+        _blocks.append(block)
     try:
         yield used
     finally:
         with _lock:
+            _blocks.remove(block)
             for parts, saved in before:
                 for name, (own, origin) in saved.items():
                     setattr(parts, name, own)

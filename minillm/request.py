@@ -1,8 +1,6 @@
 """A request's parameters and its result.  Lesson 00."""
 
 import copy
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,50 +8,13 @@ from typing import Any
 import numpy as np
 
 from minillm.errors import InvalidRequest
-from minillm.grammar import MAX_GRAMMAR, Matcher
-from minillm.values import as_float, as_int, as_tuple, shown
+from minillm.grammar import Matcher
+from minillm.prompts import EmbeddedPrompt, Embeddings
+from minillm.request_values import check_options, check_sampling
 
-MAX_LOGPROBS = 20
-MAX_N = 128
-# name -> least and most allowed, and the value that changes nothing
-RANGES = {
-    "temperature": (0, 1e4, "0 for greedy, 1 for the model's own distribution"),
-    "top_p": (0, 1, "1 keeps every token"),
-    "min_p": (0, 1, "0 keeps every token"),
-    "repetition_penalty": (1e-3, 1e4, "1 changes nothing"),
-    "presence_penalty": (-2, 2, "0 changes nothing"),
-    "frequency_penalty": (-2, 2, "0 changes nothing"),
-}
-# name -> least allowed, the first that is too much, and both in words
-WHOLE = {
-    "max_tokens": (0, 2**31, f"a whole number from 0 to {2**31 - 1}"),
-    "min_tokens": (0, 2**31, f"a whole number from 0 to {2**31 - 1}"),
-    "top_k": (-1, 2**31, f"a whole number from -1 to {2**31 - 1}"),
-    "logprobs": (0, MAX_LOGPROBS + 1, f"a whole number from 0 to {MAX_LOGPROBS}"),
-    "prompt_logprobs": (0, MAX_LOGPROBS + 1, f"a whole number from 0 to {MAX_LOGPROBS}"),
-    "seed": (-(2**63), 2**63, "a 64-bit whole number"),
-    "n": (1, MAX_N + 1, f"a whole number from 1 to {MAX_N}"),
-}
-MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
-SURROGATE = re.compile("[\ud800-\udfff]")  # in no text that can be encoded, and so in none that can be hashed
-_TOKEN_ID = re.compile("[0-9]{1,10}")  # JSON has no other keys than strings
-Prompt = str | Sequence[int] | np.ndarray  # text, or token ids
+# Text, or token ids, or {"prompt_embeds": tensor}, or {"parts": [...]} of these: see `LLM.generate`.
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any] | EmbeddedPrompt
 TokenLogprobs = dict[int, float]  # token id -> log-probability, in nats
-
-
-def _schema(given: object) -> str:
-    """Return what to give as json_schema instead of what is none."""
-    if isinstance(given, str):
-        return "a dictionary: json.loads(...) makes one of a text"
-    if hasattr(given, "model_json_schema"):  # pydantic's
-        return "a dictionary: Model.model_json_schema() gives a class's"
-    return "a JSON schema, as {'type': 'object'}"
-
-
-def _refusal(what: str, value: object) -> InvalidRequest:
-    return InvalidRequest(f"{what}, not {shown(value)}")
-
-
 # Why a request ends whose logits give no probabilities; its `stop_reason`.
 NOT_NUMBERS = (
     "the model's logits are not numbers (NaN or infinity), so no token can be chosen: its weights are damaged, or what "
@@ -63,42 +24,42 @@ NOT_NUMBERS = (
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How a request is queued and which cached prefixes it may share; checked once, here.  Lessons 09 and 10.
+    """Options for queueing a request and for sharing cached prefixes; checked once, here.  Lessons 09 and 10.
 
     cache_salt        cached prefixes are shared only between requests with the same salt: use one for each tenant
     use_prefix_cache  False: neither use cached prefixes nor leave any for others
     priority          lower goes first, if the engine's policy is "priority"
     speculate         False: draft no tokens for it, if the engine does; they change its speed, never its tokens
+    adapter           the name of an adapter that the engine has loaded; None: the model as it is
     """
 
     cache_salt: str = ""
     use_prefix_cache: bool = True
     priority: int = 0
     speculate: bool = True
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cache_salt, str) or SURROGATE.search(self.cache_salt):
-            raise _refusal("cache_salt must be a string without lone surrogates", self.cache_salt)
-        for name in ("use_prefix_cache", "speculate"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise _refusal(f"{name} must be True or False", value)
-        priority = as_int(self.priority)
-        if priority is None or abs(priority) >= 2**31:
-            raise _refusal("priority must be a 32-bit whole number (lower goes first)", self.priority)
-        object.__setattr__(self, "priority", priority)
+        check_options(self)
 
-    @property
-    def cache_key(self) -> str:
-        """What must be equal, apart from tokens, for keys and values to be equal: a prefix's whole identity.
+    def cache_key(self, load: int = 0) -> tuple[str | int, ...]:
+        """Return a prefix's identity: what must be equal, besides the tokens, to share keys and values.  Lesson 15.
 
-        Anything else that changes them (an adapter, say) must be part of this key.
+        load: the number of the load that brought the adapter (`Request.load`). Its name would not do, because another
+        adapter may be loaded with the same name later. Anything else that changes keys and values must be part of this
+        key, which the router over replicas uses too. Embeddings are hashed with their blocks (`prefix_keys`).
         """
-        return self.cache_salt
+        return self.cache_salt, load
+
+
+def prefix_identity(options: RequestOptions, load: int, dtype: str) -> tuple[str | int, ...]:
+    """Return all that identifies a cached prefix besides its content. dtype: of the cache, which decides its values."""
+    return *options.cache_key(load), dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop; checked once, here.  Lesson 02.
+    """Says how the next token is chosen and when to stop; checked once, here.  Lesson 02.
 
     The steps run in this order: logit_bias, penalties, min_tokens, the grammar of json_schema or regex, temperature,
     min_p, top_k, top_p.
@@ -153,98 +114,7 @@ class SamplingParams:
     grammar: tuple[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_stops()
-        self._check_bias()
-        self._check_grammar()
-
-    def _check_numbers(self) -> None:
-        for name, (low, high, hint) in RANGES.items():
-            number = as_float(value := getattr(self, name))
-            if number is None or not low <= number <= high:
-                raise _refusal(f"{name} must be a number in [{low}, {high:g}] ({hint})", value)
-            object.__setattr__(self, name, number)
-        if self.top_p == 0:
-            raise InvalidRequest("top_p must be above 0 (1 keeps every token); use temperature=0 for greedy")
-        for name, (low, end, words) in WHOLE.items():
-            value = getattr(self, name)
-            if value is None and name in MAY_BE_NONE:
-                continue
-            whole = as_int(value)
-            if whole is None or not low <= whole < end:
-                raise _refusal(f"{name} must be {words}", value)
-            object.__setattr__(self, name, whole)
-        if self.seed == -1:  # some programs mean no seed by it: it would give them the same tokens every time
-            raise InvalidRequest("seed=-1 is refused: seed=None gives other tokens every time, other seeds the same")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): raise max_tokens"
-            )
-        if not isinstance(self.ignore_eos, (bool, np.bool_)):
-            raise _refusal("ignore_eos must be True or False", self.ignore_eos)
-        object.__setattr__(self, "ignore_eos", bool(self.ignore_eos))
-
-    def _check_stops(self) -> None:
-        strings = (self.stop,) if isinstance(self.stop, str) else as_tuple(self.stop)
-        if strings is None:
-            raise _refusal("stop must be a string or a list of strings", self.stop)
-        for text in strings:
-            if not isinstance(text, str) or not text:
-                raise _refusal("stop strings must be non-empty strings", text)
-        given = as_tuple(self.stop_token_ids)
-        if given is None:
-            raise _refusal("stop_token_ids must be a list of token ids", self.stop_token_ids)
-        ids = []
-        for value in given:
-            token = as_int(value)
-            if token is None or token < 0:
-                raise _refusal("stop_token_ids must be token ids (from 0)", value)
-            ids.append(token)
-        object.__setattr__(self, "stop", strings)
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
-
-    def _check_bias(self) -> None:
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, Mapping):
-            raise _refusal("logit_bias maps token ids to numbers, as {5: -100}", self.logit_bias)
-        bias: dict[int, float] = {}
-        for key, value in self.logit_bias.items():
-            token = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else as_int(key)
-            number = as_float(value)
-            if token is None or token < 0 or number is None or not -100 <= number <= 100:
-                raise InvalidRequest(
-                    f"logit_bias maps token ids to numbers in [-100, 100], not {shown(key)}: {shown(value)}"
-                )
-            if token in bias:
-                raise InvalidRequest(f"logit_bias names token {token} twice, as a number and as a string")
-            bias[token] = number
-        object.__setattr__(self, "logit_bias", bias)
-
-    def _check_grammar(self) -> None:
-        if self.json_schema is None and self.regex is None:
-            return
-        name = "regex" if self.json_schema is None else "json_schema"
-        if self.json_schema is not None and self.regex is not None:
-            raise InvalidRequest("regex and json_schema exclude each other: give one of them")
-        if self.ignore_eos or self.min_tokens:
-            other = "ignore_eos" if self.ignore_eos else "min_tokens"
-            raise InvalidRequest(f"{other} cannot be combined with {name}, which decides where the text ends")
-        if name == "regex":
-            text = self.regex
-            if not isinstance(text, str) or not text or SURROGATE.search(text):
-                raise _refusal("regex must be a non-empty string without lone surrogates", text)
-        else:
-            try:
-                if not isinstance(self.json_schema, Mapping):
-                    raise TypeError
-                text = json.dumps(self.json_schema, allow_nan=False)
-                object.__setattr__(self, "json_schema", json.loads(text))  # the caller may change the original
-            except (TypeError, ValueError, RecursionError):
-                raise _refusal(f"json_schema must be {_schema(self.json_schema)}", self.json_schema) from None
-        if len(text) > MAX_GRAMMAR:
-            raise InvalidRequest(f"{name} has {len(text):,} characters, but at most {MAX_GRAMMAR:,} are allowed")
-        object.__setattr__(self, "grammar", (name, text))
+        check_sampling(self)
 
     def choices(self, n: int) -> "list[SamplingParams]":
         """For each of n choices of a prompt; with a seed, choice i samples with seed + i. Raises InvalidRequest."""
@@ -260,7 +130,7 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits are adjusted before a token is sampled from them."""
+        """Return whether logits are adjusted before a token is sampled from them."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -276,7 +146,7 @@ class Completion:
     """One request's result.  Times are `time.perf_counter()` seconds."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # -1 where the prompt has an embedding
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None  # "stop", "length" or "abort"
@@ -307,13 +177,13 @@ class Completion:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self.finish_reason is not None
 
 
 @dataclass
 class Delta:
-    """What a streaming request has generated since the previous delta."""
+    """The tokens and text that a streaming request has gained since the previous delta."""
 
     text: str
     token_ids: list[int]
@@ -329,13 +199,16 @@ class Request:
     """A request inside the engine. `known` is its prompt and confirmed output whenever it is in no row."""
 
     request_id: str
-    prompt: np.ndarray  # [tokens] int32
+    prompt: np.ndarray  # [tokens] int32; -1 (`EMBEDDED`) where it has an embedding
     params: SamplingParams
     limit: int  # most tokens, prompt and output
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     options: RequestOptions = RequestOptions()
     matcher: Matcher | None = None  # which tokens may come next; after the confirmed ones
+    load: int = 0  # the number of the load that brought its adapter; 0: it has none
+    cache_dtype: str = ""  # of the cache that its keys and values will be in
+    embeddings: Embeddings | None = None  # of its prompt, if it has any
     known: np.ndarray = field(init=False)  # [tokens] int32
     arrival: int = -1
     rank: tuple[float, int] = (0.0, 0)  # in the queue: the policy's key, then arrival
@@ -353,8 +226,13 @@ class Request:
             self.limit, self.stop_ids = len(self.prompt) + 1, ()
 
     @property
+    def cache_key(self) -> tuple[str | int, ...]:
+        """Return what its cached prefixes must have in common with another request's, besides their tokens."""
+        return prefix_identity(self.options, self.load, self.cache_dtype)
+
+    @property
     def generates(self) -> bool:
-        """Whether it has output. Without, the token after its prompt is dropped, and takes no room in the context."""
+        """Return whether it has output. Without, the token after its prompt is dropped, and takes up no context."""
         return self.params.max_tokens != 0
 
     @property

@@ -61,11 +61,11 @@ def shown(value: object, most: int = 80) -> str:
 def read_json(path: Path, error: type[MinillmError]) -> dict[str, Any]:
     """The JSON object in a file. Raises `error`, which names the file."""
     try:
-        found = json.loads(path.read_bytes())
+        fields = json.loads(path.read_bytes())
     except OSError as cause:
         raise error(f"{path} cannot be read: {cause.strerror}") from None
     except (ValueError, RecursionError) as cause:
         raise error(f"{path} is not JSON ({cause}): copy it again") from None
-    if not isinstance(found, dict):
-        raise error(f"{path} must hold an object of fields, not {shown(found)}")
-    return found
+    if not isinstance(fields, dict):
+        raise error(f"{path} must hold an object of fields, not {shown(fields)}")
+    return fields

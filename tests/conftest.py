@@ -62,7 +62,9 @@ def isolated_state():
     """Each test starts from the same random state and must leave global state unchanged."""
     random.seed(chance.SEED)
     np.random.seed(chance.SEED)
-    torch.manual_seed(chance.SEED)
+    torch.default_generator.manual_seed(chance.SEED)
+    if torch.cuda.is_available():  # else torch.manual_seed would note the call and its stack for a GPU to come
+        torch.cuda.manual_seed_all(chance.SEED)
     before, log = global_state(), logging.getLogger("minillm")
     handlers, level = log.handlers, log.level
     yield

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.key
     ("options", "message"),
     [
         ({"cache_salt": 3}, "cache_salt must be a string"),
+        ({"adapter": 3}, "adapter must be an adapter's name"),
         ({"cache_salt": "\ud800"}, "cache_salt must be a string without lone surrogates"),
         ({"use_prefix_cache": 1}, "use_prefix_cache must be True or False, not 1"),
         ({"priority": 2**31}, "priority must be a 32-bit whole number"),

@@ -27,18 +27,25 @@ from minillm.kernels import (
     decode_step,
     embedding,
     few_rows,
+    fixed_order,
     fp8_rows,
     integer_rows,
+    low_rank,
     normalization,
     paged_attention,
+    partial_attention,
+    peers,
+    prompt_lookup,
     quantized_inputs,
     rope_cache,
     sampling,
     single_row,
     single_row_parts,
+    truncation,
 )
 from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import CacheSpec
+from minillm.kv_cache.split_pages import BlockShare
 from minillm.ops import AttentionOptions, Rows
 
 KIB = 1024
@@ -150,6 +157,8 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
     run, triton.runtime.JITFunction.run = triton.runtime.JITFunction.run, compile_only
     try:
         single_row_parts.has_dependent_launch = lambda _: capability >= 90
+        for module in (integer_rows, few_rows, fp8_rows, truncation, fixed_order):
+            module.is_compiled = lambda _: True
         x = torch.zeros(2, 2048, dtype=torch.bfloat16)
         normalization.rms_norm(x, torch.zeros(2048), 1e-6)
         normalization.add_rms_norm(x, x, torch.zeros(2048), 1e-6)
@@ -157,21 +166,40 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         q, k = torch.zeros(2, 8, 256, dtype=torch.bfloat16), torch.zeros(2, 1, 256, dtype=torch.bfloat16)
         rope_cache.rotary_embedding(q, k, torch.zeros(2, 2, 256))
         rows, tokens = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int32)
-        position, seed = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+        positions, seed = torch.zeros(2, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
         table = torch.zeros(1, 4, 16, dtype=torch.int32)
-        decode_step.prepare(rows, position, tokens, table, seed, torch.zeros(4, 4), block_size=16, width=16)
-        decode_step.advance(rows, rows, position, tokens, rows, tokens)
+        state = tokens, table, seed, torch.zeros(4, 4)
+        decode_step.prepare(rows, positions, *state, block_size=16, width=16)
+        decode_step.prepare(rows, rows, *state, block_size=16, width=16, host_tokens=rows)
+        decode_step.advance(rows, rows, positions, tokens, rows, tokens)
+        running = prompt_lookup.Running(rows, rows, rows)
+        prompt_lookup.look_up(rows, rows, rows, positions, tokens, 7, running)
+        prompt_lookup.accept(rows, rows, running, rows, positions, tokens, 7)
         normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)
         limits = torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.ones(2)
         for dtype in (torch.float32, torch.bfloat16):
             sampling.sample(torch.zeros(2, 9000, dtype=dtype), torch.ones(2), torch.ones(2), limits)
             sampling.sample(torch.zeros(2, 9000, dtype=dtype), torch.ones(2), torch.ones(2))
         sampling.soft_cap(torch.zeros(2, 9000, dtype=torch.bfloat16), 30.0)
-        integer_rows.is_compiled = few_rows.is_compiled = fp8_rows.is_compiled = lambda _: True
         row, weight = torch.zeros(1, 2048, dtype=torch.bfloat16), torch.zeros(2560, 2048, dtype=torch.bfloat16)
         single_row.product(row, weight, norm=torch.zeros(2048), eps=1e-6, residual=row)
         single_row.product(row, weight, activation="gelu_tanh")
+        for dtype in (torch.float32, torch.bfloat16):
+            fixed_order.product(x.to(dtype), torch.zeros(16384, 2048, dtype=dtype), torch.zeros(16384, dtype=dtype))
+            fixed_order.product(x.to(dtype), torch.zeros(512, 2048, dtype=dtype))
         single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
+        slots, factors = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 192, 2048, dtype=torch.bfloat16)
+        low_rank.add_low_rank(x, x, slots, factors, torch.zeros(4, 2048, 64, dtype=torch.bfloat16), (512, 1024, 2048))
+        address, epoch = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+        outbox, long = peers.Outbox(address, epoch, 0), torch.zeros(8, 16384, dtype=torch.bfloat16)
+        single_row.product(row, weight, outbox=outbox)
+        single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), long, outbox=outbox)
+        peers.send_embedding(torch.zeros(1, dtype=torch.int64), weight, 2.0, 0, outbox)
+        peers.summed(torch.zeros(2, 2048, dtype=torch.int64), outbox, 2048, torch.bfloat16)
+        peers.summed(torch.zeros(2, 2048, dtype=torch.int64), outbox, 2048, torch.bfloat16, first=True)
+        reducer = peers.Reducer(0, torch.zeros(2, 2, 4, 2048, dtype=torch.int64), address, torch.zeros(4).int())
+        reducer.all_reduce(row)
+        reducer.add_rms_norm(row, row, torch.zeros(2048), 1e-6)
         scales, groups = torch.zeros(len(weight)), torch.zeros(len(weight), 16, dtype=torch.bfloat16)
         words = torch.zeros(len(weight), 512, dtype=torch.int32)
         for matrix in (
@@ -229,9 +257,18 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
                 paged_attention.decode_attention(several[:1], cache, one, attention)
             paged_attention.prefill_attention(q, cache, rows_held, attention)
             if "rotary" not in options:
+                fixed_order.attention(q, cache, rows_held, attention)
                 own, paged_attention.gathers = paged_attention.gathers, lambda *_: True
                 paged_attention.prefill_attention(q, cache, rows_held, attention)
                 paged_attention.gathers = own
+                if held == "auto":
+                    whole = dataclasses.replace(Rows.decoding(table[:1], lengths[:1], 2), whole=1)
+                    paged_attention.prefill_attention(q, cache, whole, attention, (k, k))
+            share = BlockShare(1, 2)
+            part = share.spec(CacheSpec.of(held, 1, dim, dtype)).allocate(4, 16, x.device)
+            partial_attention.partial_attention(q, part, rows_held, attention, share, decode=True)
+            partial_attention.partial_attention(q, part, rows_held, attention, share, decode=False)
+            partial_attention.merged(torch.zeros(2, 8, dim), torch.zeros(2, 8), dtype)
             norm = torch.zeros(dim)
             qkv, turns = torch.zeros(1, (heads + 2) * dim, dtype=dtype), torch.zeros(1, 2, dim, dtype=dtype)
             if dtype == torch.bfloat16:  # in others it needs as little shared memory

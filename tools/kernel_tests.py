@@ -13,12 +13,14 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import PIPE
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,21 +34,33 @@ ENGINE = [
 ]
 STRESS = ["tests/engine/test_engine_on_gpu_single_row.py"]
 ALONE = ["tests/engine/test_engine_on_gpu_memory.py"]  # it measures the whole GPU's memory
+TO_REPORT = 60  # seconds that an interrupted run may take to say what failed
 CHECKED = "test_attention_of_one_row and 256 or test_a_product or test_gate or test_decode_attention and mqa_256"
 
 
 def pytest(paths: list[str], notes: Path, *options: str, seed: int, within: int) -> dict:
-    """Run pytest once; returns the number of tests, failures and skips, and the seconds."""
+    """Run pytest once; returns the number of tests, failures and skips, and the seconds.
+
+    A run that takes longer than `within` seconds is interrupted: `timed_out` is set, and the rest is of what has run.
+    """
     report = notes.with_name(f"report-{Path(paths[0]).stem}-{seed}.xml")
-    command = [sys.executable, "-m", "pytest", "-q", "-rf", f"--junitxml={report}", f"--hypothesis-seed={seed}"]
-    command += [*options, *paths]
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", "--durations=9", f"--junitxml={report}"]
+    command += [f"--hypothesis-seed={seed}", *options, *paths]
     environment = os.environ | {"MINILLM_NOTES": str(notes), "MINILLM_TEST_SEED": str(seed)}
-    try:
-        done = subprocess.run(command, env=environment, cwd=ROOT, timeout=within, capture_output=True, text=True)
-        print(done.stdout[-6000:], done.stderr[-1000:], flush=True)
-    except subprocess.TimeoutExpired as late:
-        print((late.stdout or b"").decode()[-6000:], flush=True)
-        return {"of": paths, "seed": seed, "timed_out": within}
+    late = {"timed_out": within}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            said, late = process.communicate(timeout=within), {}
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # pytest then reports the tests that have run
+            try:
+                said = process.communicate(timeout=TO_REPORT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said = process.communicate()
+    print(said[0][-6000:], said[1][-1000:], flush=True)
+    if late and not report.exists():
+        return {"of": paths, "seed": seed, **late}
     suite = ElementTree.parse(report).getroot().find("testsuite")
     counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
     failed = []
@@ -54,7 +68,8 @@ def pytest(paths: list[str], notes: Path, *options: str, seed: int, within: int)
         for why in (*case.iter("failure"), *case.iter("error")):
             failed.append(f"{case.get('classname')}::{case.get('name')}")
             print(failed[-1], (why.text or "")[-3000:], case.findtext("system-out", "")[-2000:], sep="\n", flush=True)
-    return {"of": paths, "seed": seed, **counts, "failed": failed, "seconds": round(float(suite.get("time")), 1)}
+    seconds = round(float(suite.get("time")), 1)
+    return {"of": paths, "seed": seed, **counts, "failed": failed, "seconds": seconds, **late}
 
 
 def largest(notes: Path) -> list[dict]:

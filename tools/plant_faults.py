@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +87,9 @@ def run_tests(copy: Path, tests: str, seconds: float) -> Ran:
         process.start()
         process.join(seconds)
         if hung := process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)  # and the servers that the tests started
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)  # and the servers that the tests started
+            process.kill()
             process.join()
         took = round(time.perf_counter() - begin, 1)
         said = log.read_text(encoding="utf-8", errors="replace").strip() if log.exists() else ""

@@ -3,7 +3,8 @@
     python tools/prefill_speed.py --record prefill-attention
 
 cuDNN's is the fastest backend of torch's `scaled_dot_product_attention` here. It reads contiguous keys and has no soft
-cap; ours reads the paged cache, in blocks of 16 tokens. Timed as in `kernel_speed.py`: replays of a CUDA graph with
+cap; ours reads the paged cache, in blocks of 16 tokens ("cache"), or, as in a prompt's first chunk, the keys and values
+that have just been computed ("new"). Timed as in `kernel_speed.py`: replays of a CUDA graph with
 calls on distinct inputs. Operations are those of the pairs of a query and a key that it sees.
 """
 
@@ -49,27 +50,30 @@ def cudnn_ms(heads: int, kv_heads: int, dim: int, rows: int, tokens: int) -> flo
 
 
 def paged(heads: int, kv_heads: int, dim: int, rows: int, tokens: int) -> tuple:
-    """Prompts whose keys are in shuffled blocks."""
-    each = -(-tokens // BLOCK)
-    cache = LayerCache(*(normal(rows * each, BLOCK, kv_heads, dim) for _ in "kv"))
+    """Prompts whose keys are in shuffled blocks: (q, cache, rows, the keys and values, which q's product has too)."""
+    each = tokens // BLOCK
     table = torch.randperm(rows * each, device="cuda").int().view(rows, each)
     starts = (torch.arange(rows + 1, device="cuda") * tokens).int()
     lengths = torch.full((rows,), tokens, dtype=torch.int32, device="cuda")
-    return normal(rows * tokens, heads, dim), cache, Rows(table, lengths, starts, tokens)
+    q, k, v = normal(rows * tokens, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), 1)
+    held = [torch.empty(rows * each, BLOCK, kv_heads, dim, dtype=q.dtype, device="cuda") for _ in "kv"]
+    for blocks, new in zip(held, (k, v), strict=True):
+        blocks[table.flatten().long()] = new.unflatten(0, (-1, BLOCK))
+    return q.contiguous(), LayerCache(*held), Rows(table, lengths, starts, tokens, rows), (k.contiguous(), v)
 
 
-def error(inputs: tuple, options: AttentionOptions) -> float:
+def error(inputs: tuple, options: AttentionOptions, new: tuple | None) -> float:
     """Relative error of the last row's last queries, against float64."""
-    q, cache, rows = inputs
+    q, cache, rows, _ = inputs
     few, length = q[-64:].double(), rows.lengths[-1:]
     held = LayerCache(cache.k.double(), cache.v.double())
     ends = torch.tensor([0, 64], device="cuda").int()
     wanted = reference.prefill_attention(few, held, Rows(rows.block_table[-1:], length, ends, 64), options)
-    found = paged_attention.prefill_attention(q, cache, rows, options)[-64:].double()
+    found = paged_attention.prefill_attention(q, cache, rows, options, new)[-64:].double()
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-def measured(name: str, rows: int, tokens: int) -> dict:
+def measured(name: str, rows: int, tokens: int) -> Iterator[dict]:
     heads, kv_heads, dim, cap = SHAPES[name]
     options = AttentionOptions(dim**-0.5, None, cap)
     operations = 4 * dim * heads * rows * tokens * (tokens + 1) // 2
@@ -84,17 +88,18 @@ def measured(name: str, rows: int, tokens: int) -> dict:
     result |= {"prompts": rows, "tokens": tokens, "cudnn_ms": cudnn_ms(heads, kv_heads, dim, rows, tokens)}
     result["cudnn_tflops"] = operations / result["cudnn_ms"] / 1e9
     inputs = [paged(heads, kv_heads, dim, rows, tokens) for _ in range(SETS)]
-    calls = [lambda given=given: paged_attention.prefill_attention(*given, options) for given in inputs]
-    ms = statistics.median(graph_runs(calls * (CALLS // SETS), REPLAYS))
-    result |= {"ms": ms, "tflops": operations / ms / 1e9, "share_of_cudnn": result["cudnn_ms"] / ms}
-    result["relative_error"] = error(inputs[0], options)
-    return result
+    for keys in ("cache", "new"):
+        given = [(*each[:3], options, each[3] if keys == "new" else None) for each in inputs]
+        calls = [lambda each=each: paged_attention.prefill_attention(*each) for each in given]
+        ms = statistics.median(graph_runs(calls * (CALLS // SETS), REPLAYS))
+        speed = {"ms": ms, "tflops": operations / ms / 1e9, "share_of_cudnn": result["cudnn_ms"] / ms}
+        yield result | {"keys": keys} | speed | {"relative_error": error(inputs[0], options, given[0][4])}
 
 
 def table() -> Iterator[dict]:
     for name in SHAPES:
         for rows, tokens in PROMPTS:
-            yield measured(name, rows, tokens)
+            yield from measured(name, rows, tokens)
             torch.cuda.empty_cache()
 
 

@@ -29,6 +29,7 @@ SPARSE = ",".join(["sparse24", *(f"pruned-s{percent}" for percent in range(20, 9
 # device -> record -> its command without the last word, which is the record's name.
 RECORDS = {
     "cpu": {
+        "adapters": "python data/train_adapters.py --measure --out data/adapters --record",
         "abuse": "python tools/abuse_server.py --record",
         "batching": "minillm bench batching --json",
         "busy-machine": "python tools/busy_machine.py --record",
@@ -42,10 +43,10 @@ RECORDS = {
         "quantization": "minillm eval --compare --device cpu --dtype float32 --json",
         "quantization-seeds": f"minillm eval --compare {GROUPS} --seeds 5 --device cpu --dtype float32 --json",
         "replicas": "python tools/replicas.py --pairs 3 --record",
-        "replicas_added": "python tools/replicas.py --part added --pairs 2 --record",
         "routing": "python tools/routing.py --record",
         "smollm2-135m": "python tools/real_model.py smollm2-135m --record",
         "sparsity": f"minillm eval --compare {SPARSE} --device cpu --dtype float32 --json",
+        "speculation": "python tools/speculation_speed.py --record",
         "streaming": "minillm eval --streaming --attention-sinks 4 --attention-window 1024 --json",
         "tiny-gemma-quality": "minillm eval --device cpu --dtype float32 --json",
         "trace-overhead": "python tools/trace_overhead.py --record",
@@ -67,6 +68,7 @@ RECORDS = {
         "kernel-tests": "python tools/kernel_tests.py --seeds 3 --within 140 --record",
         "kernels": "python tools/kernel_speed.py --record",
         "lessons": "python -m minillm.course.making.run --json",
+        "prefill-attention": "python tools/prefill_speed.py --record",
         "quantization": "python tools/quantization_speed.py --record",
         "quantized-kernels": "python tools/quantized_kernels.py --record",
         "roofline": f"minillm bench roofline {GEMMA} --max-num-seqs 512 --max-model-len 4096 "

@@ -1,8 +1,9 @@
 """Measure what replicas on Ray cost: one replica behind Ray against one engine's own server, and a replica's end.
 
-    python tools/replicas.py --record replicas
+    python tools/replicas.py --pairs 3 --record replicas
 
-Needs Ray: `pip install '.[ray]'`. The parts:
+Needs Ray: `pip install '.[ray]'`. Each row is written as soon as it is measured, so a part that fails, or takes more
+than PART seconds, takes no other's rows with it. The parts:
 
 * `added`: both servers have one HTTP worker and one engine, whose steps only sleep (`tools/sleeping_engine.py`). They
   are loaded in turn, by as many clients. `ray_choose_s` is what Ray takes to reserve a place on an empty replica, which
@@ -21,11 +22,11 @@ import json
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -38,12 +39,15 @@ import psutil  # noqa: E402
 
 from minillm.bench import records, serve  # noqa: E402
 from minillm.deploy.places import KEEP  # noqa: E402
+from minillm.deploy.ports import free_ports  # noqa: E402
 
 LENGTH = 128
 CLIENTS = (1, 8, 32)
 REQUESTS = {1: 24, 8: 96, 32: 192}
 ENGINE, REPLICA, PROXY = "one engine", "one replica", "Ray's proxy"
 SEEDS = 64  # requests of the part `killed`
+PART = 480  # seconds for a part
+STOP = 60  # seconds for a server to stop
 OWN = ("--device", "cpu", "--workers", "1", "--log-level", "error")
 
 
@@ -91,7 +95,10 @@ def _running(command: list[str]) -> Iterator[Server]:
             yield Server(process, url[1])
         finally:
             process.terminate()
-            process.communicate()
+            try:
+                process.communicate(timeout=STOP)
+            finally:
+                process.kill()  # its own processes end with it
 
 
 def load(server: Server, clients: int, requests: int, seed: int, warmup: int | None = None) -> dict:
@@ -167,33 +174,29 @@ def sleeping_servers() -> Iterator[dict[str, Server]]:
         }
 
 
-def bursts(pairs: int) -> list[dict]:
+def bursts(pairs: int) -> Iterator[dict]:
     """Measure requests that find no places that were kept."""
-    rows = []
     with sleeping_servers() as servers:
         for clients in CLIENTS[1:]:
             runs: dict[str, list[dict]] = {name: [] for name in servers}
-            for each in range(3 * pairs):
+            for each in range(2 * pairs):
                 for name in list(servers)[:: -1 if each % 2 else 1]:
                     time.sleep(2 * KEEP)
                     runs[name].append(load(servers[name], clients, clients, seed=1000 * clients + each, warmup=0))
-            rows.append(row("bursts", clients, runs))
-    return rows
+            yield row("bursts", clients, runs)
 
 
-def added(pairs: int) -> list[dict]:
+def added(pairs: int) -> Iterator[dict]:
     """Measure what Ray adds to an engine whose steps sleep."""
     floor = choosing()
     with sleeping_servers() as servers:
         resting = {name: idle(server) for name, server in servers.items()}
-        return [
-            row("added", clients, in_turn(servers, clients, REQUESTS[clients], pairs), idle_cores=resting)
-            | {"ray_choose_s": floor[clients]}
-            for clients in CLIENTS
-        ]
+        for clients in CLIENTS:
+            runs = in_turn(servers, clients, REQUESTS[clients], pairs)
+            yield row("added", clients, runs, idle_cores=resting, ray_choose_s=floor[clients])
 
 
-def throughput(pairs: int) -> list[dict]:
+def throughput(pairs: int) -> Iterator[dict]:
     """Measure the embedded model for real, with one thread behind either server."""
     with ExitStack() as stack:
         options = ("--model", str(ROOT / "data" / "tiny-gemma"), "--cpu-threads", "1")
@@ -201,7 +204,8 @@ def throughput(pairs: int) -> list[dict]:
             ENGINE: stack.enter_context(serving(*options)),
             REPLICA: stack.enter_context(serving(*options, "--replicas", "1", "--replica-cpus", "0.1")),
         }
-        return [row("throughput", clients, in_turn(servers, clients, 4 * clients, pairs)) for clients in (8, 32)]
+        for clients in CLIENTS[1:]:
+            yield row("throughput", clients, in_turn(servers, clients, 3 * clients, pairs))
 
 
 APPLICATION = """
@@ -227,15 +231,15 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def proxy(pairs: int) -> list[dict]:
+def proxy(pairs: int) -> Iterator[dict]:
     """Measure what Ray's own proxy adds to replicas behind our workers."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with ExitStack() as stack:
         ours = serving("--replicas", "1", "--replica-cpus", "0.1", sleeping=True)
         servers = {REPLICA: stack.enter_context(ours)}
         servers[PROXY] = stack.enter_context(_running([sys.executable, "-c", APPLICATION, str(port)]))
-        return [row("proxy", clients, in_turn(servers, clients, REQUESTS[clients], pairs)) for clients in CLIENTS]
+        for clients in CLIENTS:
+            yield row("proxy", clients, in_turn(servers, clients, REQUESTS[clients], pairs))
 
 
 # ---- Ray's floor
@@ -330,9 +334,8 @@ def metric(url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[{{ ]", line))
 
 
-def killed(rounds: int) -> list[dict]:
+def killed(rounds: int) -> Iterator[dict]:
     """Kill one of two replicas while it has streams and requests that wait."""
-    rows = []
     options = ("--model", str(ROOT / "data" / "tiny-gemma"), "--cpu-threads", "1", "--max-num-seqs", "16")
     with serving(*options, "--replicas", "2", "--replica-cpus", "0.1") as server:
         wanted = asyncio.run(answers(server.url))
@@ -352,24 +355,23 @@ def killed(rounds: int) -> list[dict]:
             moved, at = metric(server.url, "minillm_choices_moved_total"), time.perf_counter()
             found = asyncio.run(with_a_fault())
             taken = time.perf_counter() - at
-            rows.append(
-                {
-                    "part": "killed",
-                    "round": place,
-                    "requests": SEEDS,
-                    "lost": sum(isinstance(each, str) for each in found),
-                    "wrong": sum(
-                        one != other for one, other in zip(found, wanted, strict=True) if not isinstance(one, str)
-                    ),
-                    "moved": metric(server.url, "minillm_choices_moved_total") - moved,
-                    "seconds": taken,
-                }
-            )
+            moved = metric(server.url, "minillm_choices_moved_total") - moved
             while metric(server.url, "minillm_replicas_up") < 2:
                 time.sleep(0.2)
-            rows[-1]["whole_again_after_s"] = time.perf_counter() - at
-            print(json.dumps(rows[-1]), [each for each in found if isinstance(each, str)][:1], flush=True)
-    return rows
+            errors = [each for each in found if isinstance(each, str)]
+            pairs = zip(found, wanted, strict=True)
+            made = {
+                "part": "killed",
+                "round": place,
+                "requests": SEEDS,
+                "lost": len(errors),
+                "wrong": sum(one != other for one, other in pairs if not isinstance(one, str)),
+                "moved": moved,
+                "seconds": taken,
+                "whole_again_after_s": time.perf_counter() - at,
+            }
+            print(json.dumps(made), errors[:1], flush=True)
+            yield made
 
 
 PARTS = {"added": added, "bursts": bursts, "proxy": proxy, "throughput": throughput, "killed": killed}
@@ -381,9 +383,34 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="runs of each server under each load; kills of a replica")
     parser.add_argument("--record", metavar="NAME", help="write data/results/<device>/NAME.json")
     options = parser.parse_args()
-    begun = records.begin(options.record)
-    rows = [each for part in options.part or PARTS for each in PARTS[part](options.pairs)]
-    records.publish(records.record(rows, begun), options.record, quiet=True)
+    begun, started = records.begin(options.record), time.monotonic()
+    rows: list[dict] = []
+    failed = [part for part in options.part or PARTS if not measured(part, options, rows, begun)]
+    print(f"all parts: {time.monotonic() - started:.0f} s")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; the record has the rows of the others")
+
+
+def measured(part: str, options: argparse.Namespace, rows: list[dict], begun: dict) -> bool:
+    """Measure a part, and write its rows one by one. Returns whether it did not fail."""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"{part} took more than {PART} s")
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(PART)
+    at = time.monotonic()
+    try:
+        for each in PARTS[part](options.pairs):
+            rows.append(each)
+            records.publish(records.record(rows, begun), options.record, quiet=True)
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        return False
+    finally:
+        signal.alarm(0)
+        print(f"{part}: {time.monotonic() - at:.0f} s", flush=True)
+    return True
 
 
 if __name__ == "__main__":

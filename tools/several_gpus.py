@@ -1,10 +1,17 @@
 """Measure a model on one GPU, on several as replicas, and divided between them; needs several GPUs.
 
     python tools/several_gpus.py --model gemma-2b --load-format dummy --record several-gpus
+    python tools/several_gpus.py --cache --model gemma-2b --load-format dummy --record several-gpus-cache
 
 Each engine is a `minillm bench offline` of its own with the same workloads. Replicas run at the same time, one on each
 GPU, every one with all requests, and their speeds are added. So one command compares all ways on the same machine.
---device cpu tries the script out.
+Each way runs every workload once to warm up and then `--repeat` times: with `--requests 256 --repeat 1`, a model of 8B
+parameters takes some minutes.
+
+--cache is for a model with fewer KV heads than GPUs: the tokens that the cache holds (`cache_tokens`) and the speed of
+mixed traffic on one GPU, divided between them, and with their cache blocks divided too. Engines may take so little
+memory that the traffic fills one GPU's cache: 0.12 is for Gemma 2B on H200s; --gpu-memory-utilization sets it.
+--device cpu tries the script out; --num-blocks stands in for little memory there.
 """
 
 import argparse
@@ -18,6 +25,7 @@ from pathlib import Path
 from minillm.bench import records
 
 WORKLOADS = ("single", "mixed")
+FULL = "0.12"  # of a GPU's memory
 
 
 def started(options: list[str], file: Path, gpu: int | None = None) -> subprocess.Popen:
@@ -52,18 +60,25 @@ def added(rows: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--cache", action="store_true", help="compare what the caches hold")
     parser.add_argument("--record", help="write a record of this name")
     arguments, options = parser.parse_known_args()
     begun = records.begin(arguments.record)
-    options += [word for name in WORKLOADS for word in ("--workload", name)]
+    if arguments.cache:
+        options = ["--gpu-memory-utilization", FULL, "--workload", "mixed", *options]
+    else:
+        options += [word for name in WORKLOADS for word in ("--workload", name)]
     divided = [*options, "--tensor-parallel-size", str(arguments.gpus)]
-    results = [
-        *measured(options, [0]),
-        *measured(divided, [None]),
-        *added(measured(options, [*range(arguments.gpus)])),
-    ]
-    for row in results:
-        print(json.dumps({key: value for key, value in row.items() if key != "runs"}), flush=True)
+    ways = [lambda: measured(options, [0]), lambda: measured(divided, [None])]
+    if arguments.cache:
+        ways.append(lambda: measured([*divided, "--decode-context-parallel-size", str(arguments.gpus)], [None]))
+    else:
+        ways.append(lambda: added(measured(options, [*range(arguments.gpus)])))
+    results = []
+    for way in ways:
+        results += (rows := way())
+        for row in rows:
+            print(json.dumps({key: value for key, value in row.items() if key != "runs"}), flush=True)
     if arguments.record:
         records.write(records.record(results, begun), arguments.record)
 

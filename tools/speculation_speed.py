@@ -3,7 +3,7 @@
     python tools/speculation_speed.py --record speculation                 tiny-gemma, and a trained model if it is here
     python tools/speculation_speed.py --draft DIRECTORY --parts draft      with a draft model
     python tools/speculation_speed.py --model gemma-2b --load-format dummy --dtype bfloat16 --parts worst synthetic \
-        --output-len 256 --record speculation                                   the shape of a large one, on a GPU
+        --drafts 7 3 --output-len 256 --record speculation                      the shape of a large one, on a GPU
 
 The parts:
 
@@ -11,9 +11,12 @@ tasks      prompt lookup on chats whose answers repeat their question to a diffe
            It needs a model of `minillm models` that is downloaded (`--chat`, default: smollm2-135m)
 worst      every draft is wrong, whatever is drafted; 1, 8 and 64 requests
 synthetic  drafts that are right by a coin: a proposer that knows the output, which costs nothing. It says what an
-           acceptance length is worth on a machine, not what one can expect
+           acceptance length is worth on a machine, not what one can expect. On a GPU steps of different sizes round
+           differently, so the output is not known: there drafts are accepted by the coin, whatever the model samples
 draft      the draft model of `--draft`, on stories; temperature 0 and 0.7
+exact      what `exact` costs without drafts, prompts and decodes together; only if it is named
 
+Each row is printed, and written to the record, as soon as it is measured. On a GPU, decode steps are captured before.
 A speed-up is the median over rounds of the time without, divided by the time with drafts right before or after it. The
 acceptance length is that of rows of steps that had drafts: one, and the drafts that were right.
 """
@@ -26,10 +29,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -37,9 +43,12 @@ import minillm  # noqa: E402
 from minillm import LLM, SamplingParams, pretrained  # noqa: E402
 from minillm.bench import records  # noqa: E402
 from minillm.errors import MinillmError  # noqa: E402
-from minillm.speculation import Asked, Speculation  # noqa: E402
+from minillm.runner import launched  # noqa: E402
+from minillm.scheduler import Step  # noqa: E402
+from minillm.speculation import Asked, every_draft_runs  # noqa: E402
 
 PARTS = ("tasks", "worst", "synthetic", "draft")
+EXACT = "exact"
 BATCHES = (1, 8, 64)
 RIGHT = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)  # of drafts in "synthetic"
 NOTE = (
@@ -75,28 +84,45 @@ STORIES = ["Once upon a time", "One morning", "There was a little", "A long time
 class Known:
     """Drafts what follows in outputs that are known, each token with a chance of `right`, and otherwise another."""
 
-    def __init__(self, outputs: Sequence[Sequence[int]], right: float, vocabulary: int):
+    def __init__(self, outputs: Sequence[Sequence[int]], right: float, vocabulary: int, most: int = 64):
         self.by_start = {tuple(each[:START]): each for each in outputs}
-        self.right, self.vocabulary, self.rng = right, vocabulary, random.Random(0)
+        self.right, self.vocabulary, self.most, self.rng = right, vocabulary, most, random.Random(0)
 
     def propose(self, asked: Sequence[Asked]) -> list[list[int]]:
         return [self._drafts(each) for each in asked]
 
     def _drafts(self, asked: Asked) -> list[int]:
         count = len(asked.tokens)
-        known = self.by_start[tuple(asked.tokens[:START].tolist())][count : count + asked.most]
+        known = self.by_start[tuple(asked.tokens[:START].tolist())][count : count + min(asked.most, self.most)]
         return [each if self.rng.random() < self.right else (each + 1) % self.vocabulary for each in known]
 
     def forget(self, request_id: str) -> None:
         pass
 
 
+def by_coin(right: float) -> Callable[[Step, np.ndarray], launched.Results]:
+    """In place of `launched.agreed`: accepts each draft with a chance of `right`, if those before it are."""
+    own, rng = launched.agreed, np.random.default_rng(0)
+
+    def agreed(step: Step, sampled: np.ndarray) -> launched.Results:
+        results = own(step, sampled)
+        if step.drafts is not None:
+            accepted = (step.drafts[step.samples] >= 0) & (rng.random(step.drafts[step.samples].shape) < right)
+            results.accepted = 1 + np.cumprod(accepted, axis=1).sum(axis=1)
+        return results
+
+    return agreed
+
+
 class Pair:
     """Two engines with the same options, one of which drafts."""
 
-    def __init__(self, model: str | None, speculate: str, options: dict[str, Any]):
+    def __init__(self, model: str | None, speculate: str, options: dict[str, Any], longest: int = 0):
         self.plain = LLM(model, **options)
         self.drafting = LLM(model, **options, speculate=speculate)
+        self.on_gpu = self.plain.engine.config.device.startswith("cuda")
+        for each in (self.plain, self.drafting):
+            _capture(each, longest)
 
     def close(self) -> None:
         self.plain.close()
@@ -136,13 +162,26 @@ class Pair:
         }
 
 
+def _capture(llm: LLM, longest: int) -> None:
+    """Capture decode steps of all sizes, so that it does not happen while times are measured; nothing on a CPU.
+
+    longest: the most tokens of a request.
+    """
+    graphs = llm.engine.executor.runner.graphs
+    if graphs is not None and longest:
+        decodes, block = graphs.decodes, llm.engine.config.block_size
+        widths = {decodes.width(blocks) for blocks in range(1, -(-longest // block) + 1)}
+        decodes.capture_sizes(type(decodes.largest)(size, width) for size in decodes.sizes for width in widths)
+
+
 def tasks(options: argparse.Namespace) -> Iterator[dict]:
     try:
         place = str(pretrained.directory(options.chat))
     except MinillmError as error:
         print(f"tasks are left out: {error}", file=sys.stderr)
         return
-    pair = Pair(place, "ngram", {"device": options.device, "max_num_seqs": 4, "enable_prefix_caching": False})
+    made = {"device": options.device, "max_num_seqs": 4, "enable_prefix_caching": False}
+    pair = Pair(place, "ngram", made, 512 + options.output_len)
     params, tokenizer = SamplingParams(max_tokens=options.output_len, temperature=0), pair.plain.tokenizer
     for task, question in TASKS.items():
         chat = [{"role": "user", "content": question}]
@@ -157,36 +196,41 @@ def random_prompts(count: int, vocabulary: int, length: int) -> list[list[int]]:
     return [[rng.randrange(10, vocabulary - 10) for _ in range(length)] for _ in range(count)]
 
 
+@cache
+def known_pair(model: str | None, longest: int, **settings: Any) -> Pair:
+    return Pair(model, "ngram", settings, longest)
+
+
 def with_known_outputs(options: argparse.Namespace, chances: Sequence[float], batches: Sequence[int], every: bool):
-    pair = Pair(options.model, "ngram", engine_options(options))
+    pair = known_pair(options.model, options.input_len + options.output_len, **engine_options(options))
     vocabulary = pair.plain.model_config.vocab_size
     params = SamplingParams(max_tokens=options.output_len, temperature=0, ignore_eos=True)
-    run_all = patch.object(Speculation, "worth", lambda self, rows, known, proposed, others: proposed)
     for batch in batches:
         prompts = random_prompts(batch, vocabulary, options.input_len)
         done = pair.plain.generate(prompts, params)
         outputs = [[*prompt, *each.outputs[0].token_ids] for prompt, each in zip(prompts, done, strict=True)]
-        for right in chances:
-            proposer = partial(Known, outputs, right, vocabulary)
-            with run_all if every else nullcontext():
-                yield batch, right, pair.measured(prompts, params, options.rounds, proposer)
-    pair.close()
+        for most, right in product(options.drafts if every else [max(options.drafts)], chances):
+            proposer = partial(Known, outputs, right, vocabulary, most)
+            coin = patch.object(launched, "agreed", by_coin(right)) if pair.on_gpu and every else nullcontext()
+            with every_draft_runs() if every else nullcontext(), coin:
+                found = pair.measured(prompts, params, options.rounds, proposer)
+            yield {"drafts": most, "right": right, "accepted_by_coin": pair.on_gpu and every, **found}
 
 
 def worst(options: argparse.Namespace) -> Iterator[dict]:
-    for _, _, found in with_known_outputs(options, (0.0,), options.batches, every=False):
-        yield {"model": options.model or "tiny-gemma", "right": 0.0, **found}
+    for found in with_known_outputs(options, (0.0,), options.batches, every=False):
+        yield {"model": options.model or "tiny-gemma", **found}
 
 
 def synthetic(options: argparse.Namespace) -> Iterator[dict]:
-    for _, right, found in with_known_outputs(options, options.right, options.batches[:2], every=not options.choose):
-        yield {"model": options.model or "tiny-gemma", "right": right, "synthetic_acceptance": True, **found}
+    for found in with_known_outputs(options, options.right, options.batches[:2], every=not options.choose):
+        yield {"model": options.model or "tiny-gemma", "synthetic_acceptance": True, **found}
 
 
 def draft(options: argparse.Namespace) -> Iterator[dict]:
     if options.draft is None:
         return
-    pair = Pair(options.model, options.draft, engine_options(options))
+    pair = Pair(options.model, options.draft, engine_options(options), 32 + options.output_len)
     for temperature in (0, 0.7):
         for batch in options.batches[:2]:
             params = SamplingParams(max_tokens=options.output_len, temperature=temperature, seed=1, ignore_eos=True)
@@ -196,6 +240,35 @@ def draft(options: argparse.Namespace) -> Iterator[dict]:
     pair.close()
 
 
+def exact(options: argparse.Namespace) -> Iterator[dict]:
+    made = engine_options(options)
+    engines = {each: LLM(options.model, **made, exact=each) for each in (False, True)}
+    for llm in engines.values():
+        _capture(llm, options.input_len + options.output_len)
+    params = SamplingParams(max_tokens=options.output_len, temperature=0, ignore_eos=True)
+    for batch in options.batches:
+        prompts = random_prompts(batch, engines[False].model_config.vocab_size, options.input_len)
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(-1, options.rounds):
+            for each in (False, True) if turn % 2 else (True, False):
+                begun = time.perf_counter()
+                engines[each].generate(prompts, params)
+                if turn >= 0:
+                    seconds[each].append(round(time.perf_counter() - begun, 4))
+        ratios = [a / b for a, b in zip(seconds[True], seconds[False], strict=True)]
+        yield {
+            "model": options.model or "tiny-gemma",
+            "dtype": engines[True].engine.facts.dtype,
+            "requests": batch,
+            "times_as_long": round(statistics.median(ratios), 4),
+            "ratios": [round(each, 4) for each in ratios],
+            "seconds_without": seconds[False],
+            "seconds_with": seconds[True],
+        }
+    for llm in engines.values():
+        llm.close()
+
+
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "device": options.device,
@@ -203,7 +276,7 @@ def engine_options(options: argparse.Namespace) -> dict[str, Any]:
         "load_format": options.load_format,
         "max_num_seqs": 64,
         "max_model_len": 2048,
-        "speculate_tokens": options.drafts,
+        "speculate_tokens": max(options.drafts),
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.4,
     }
@@ -217,10 +290,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, EXACT), default=list(PARTS))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), help="requests at once")
     parser.add_argument("--right", nargs="+", type=float, default=list(RIGHT), help="of drafts in `synthetic`")
-    parser.add_argument("--drafts", type=int, default=7, help="most drafts of a request in a step")
+    parser.add_argument(
+        "--drafts", nargs="+", type=int, default=[7], help="most of a request in a step; `synthetic`: each"
+    )
     parser.add_argument("--choose", action="store_true", help="`synthetic`: run only the drafts that are worth it")
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=160)
@@ -234,11 +309,11 @@ def main() -> None:
     begun, results = records.begin(options.record), []
     for part in options.parts:
         for row in globals()[part](options):
-            results.append({"part": part, "drafts": options.drafts, **row})
-            lists = ("speedups", "seconds_with", "seconds_without")
+            results.append({"part": part, "drafts": max(options.drafts), **row})
+            lists = ("speedups", "ratios", "seconds_with", "seconds_without")
             print(json.dumps({key: value for key, value in results[-1].items() if key not in lists}), flush=True)
-    if options.record:
-        records.write(records.record(results, begun), options.record)
+            if options.record:
+                records.write(records.record(results, begun), options.record)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,21 +32,13 @@ sys.path.insert(0, str(ROOT))
 
 from minillm import LLM, SamplingParams  # noqa: E402
 from minillm.bench import records  # noqa: E402
+from minillm.deploy.ports import free_ports  # noqa: E402
 
 SOURCE, BUILD, MODEL = ROOT / "tools" / "triton", ROOT / "build" / "triton", ROOT / "data" / "tiny-gemma"
 PROMPT, TOKENS = "The river", 24
 REQUESTS, LENGTHS, REPEAT = 32, (8, 8, 8, 160), 5  # three answers in four are short
 SECONDS = 120  # until a server is ready or has answered
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def triton_folder() -> tuple[Path, Path]:

@@ -1,4 +1,5 @@
-"""What fits, what is fast, and which precision to choose: estimates, without running a model.  Lesson 08.
+"""Advise what fits, what is fast, and which precision to choose, without running a model.  Lesson 08.
 
-Estimates and recommendations belong here. Measuring does not (`tuning`, `bench`), and nothing here changes an engine.
+Estimates, recommendations and plans belong here. Measuring does not (`tuning`, `bench`), and nothing here changes an
+engine.
 """

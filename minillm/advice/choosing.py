@@ -128,7 +128,7 @@ CACHES = ("auto", "fp8")  # int8 takes the same bytes
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the time of all requests goes: waiting for weights or for arithmetic, reading the cache, and the rest."""
+    """The parts of the time of all requests: waiting for weights or for arithmetic, reading the cache, and the rest."""
 
     weights: float = 0.0
     arithmetic: float = 0.0
@@ -191,7 +191,7 @@ class Recommendation:
             rows.append((mark + each.name, speed, size, f"{each.requests:,}", each.method.loss))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(pairs))
+            "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
             for pairs in (list(zip(row, widths, strict=True)) for row in rows)
         ]
         return "\n".join([*lines, "", *self.reasons])
@@ -228,29 +228,29 @@ def recommend(
     if loss not in LOSSES:
         raise ConfigError(f"loss must be one of {', '.join(LOSSES)}, not {shown(loss)}")
     caches = (kv_cache_dtype,) if kv_cache_dtype else CACHES if loss != "none" else ("auto",)
-    found = []
+    candidates = []
     for method in METHODS:
         if method.products not in gpu.flops_per_s or (method.calibrated and not calibrated):
             continue
         for head in dict.fromkeys((None, HEADS.get(method.name))):
             for cache in caches:
-                found.append(_candidate(config, gpu, traffic, method, head, cache, utilization))
-    dense = found[0]
+                candidates.append(_candidate(config, gpu, traffic, method, head, cache, utilization))
+    dense = candidates[0]
     if dense.requests:
-        found = [replace(each, speed=each.output_tokens_per_s / dense.output_tokens_per_s) for each in found]
-    found.sort(key=lambda each: -each.output_tokens_per_s)
+        candidates = [replace(each, speed=each.output_tokens_per_s / dense.output_tokens_per_s) for each in candidates]
+    candidates.sort(key=lambda each: -each.output_tokens_per_s)
     allowed = LOSSES[: LOSSES.index(loss) + 1]
-    best = _choice([each for each in found if each.requests and each.method.loss in allowed])
+    best = _choice([each for each in candidates if each.requests and each.method.loss in allowed])
     if best is None:
-        smallest = min(found, key=lambda each: each.weight_bytes)
+        smallest = min(candidates, key=lambda each: each.weight_bytes)
         raise ConfigError(
             f"no precision with loss={loss!r} leaves room for a request on {gpu.name}, which has "
             f"{gpu.memory_bytes / 1e9:.0f} GB: even {smallest.name} needs {smallest.weight_bytes / 1e9:.2f} GB "
             "for its weights; allow more loss, shorter requests, or use a larger GPU"
         )
-    reasons = tuple(_reasons(gpu, traffic, loss, dense, best, found))
+    reasons = tuple(_reasons(gpu, traffic, loss, dense, best, candidates))
     name = None if best.method is BF16 else best.method.name
-    return Recommendation(name, best.quantized_head, best.kv_cache_dtype, best, tuple(found), reasons)
+    return Recommendation(name, best.quantized_head, best.kv_cache_dtype, best, tuple(candidates), reasons)
 
 
 def _candidate(
@@ -345,7 +345,7 @@ def _choice(allowed: list[Candidate]) -> Candidate | None:
 
 
 def _reasons(
-    gpu: GPU, traffic: Traffic, loss: str, dense: Candidate, best: Candidate, found: list[Candidate]
+    gpu: GPU, traffic: Traffic, loss: str, dense: Candidate, best: Candidate, candidates: list[Candidate]
 ) -> Iterator[str]:
     """Sentences that say why: what the time goes into, how the best saves some, what fits, what quality it costs."""
     method = best.method
@@ -376,7 +376,7 @@ def _reasons(
             f"Quality: {method.name} changes tiny-gemma's perplexity by {method.perplexity_loss:+.2%}; its usual "
             f"impact on accuracy is {method.loss}."
         )
-    speeds = [each for each in found if each.kv_cache_dtype == best.kv_cache_dtype]
+    speeds = [each for each in candidates if each.kv_cache_dtype == best.kv_cache_dtype]
     if speeds[0].output_tokens_per_s > best.output_tokens_per_s / NEAR:
         yield f"{speeds[0].name} should be faster, but may lose more than loss={loss!r} allows."
     if method.calibrated:

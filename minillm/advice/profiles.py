@@ -83,11 +83,11 @@ class ProfileChoice:
 
     def named(self, name: str) -> Profile:
         """A profile by its name or "auto". Raises ConfigError."""
-        found = {each.name: each for each in self.profiles} | {"auto": self.chosen}
-        if name not in found:
+        by_name = {each.name: each for each in self.profiles} | {"auto": self.chosen}
+        if name not in by_name:
             why = f"; {self.reasons[1]}" if name in PURPOSES else ""
-            raise ConfigError(f"there is no profile {name!r} here; choose from {', '.join(found)}{why}")
-        return found[name]
+            raise ConfigError(f"there is no profile {name!r} here; choose from {', '.join(by_name)}{why}")
+        return by_name[name]
 
     def __str__(self) -> str:
         marks = {True: "> ", False: "  "}
@@ -110,26 +110,26 @@ def apply(model: str | Path | None, name: str, engine_options: EngineOptions) ->
     return cast(EngineOptions, chosen.options | {**engine_options})
 
 
-def choose(config: EngineConfig, place: Path | str, device: str) -> ProfileChoice:
+def choose(config: EngineConfig, source: Path | str, device: str) -> ProfileChoice:
     """The profiles of a model on this device; options that are set in `config` stay in all of them.
 
-    place   what `minillm.model.loader.resolve` returned
+    source   what `minillm.model.loader.resolve` returned
 
     Raises ConfigError.
     """
-    here = _Here(config, read_config(place), device)
-    nbytes = _bytes_given(config, place, here.dtype)
+    here = _Here(config, read_config(source), device)
+    nbytes = _bytes_given(config, source, here.dtype)
     if nbytes is not None:
         given = here.profile("given", nbytes)
         return ProfileChoice(
-            (given,), given, (here.found, "The weights have a format already, so there is one profile.")
+            (given,), given, (here.hardware, "The weights have a format already, so there is one profile.")
         )
     exact = here.profile("exact", sizing.weight_bytes(here.shape, here.dtype))
-    if why := reason_against(config, place, device):
-        return ProfileChoice((exact,), exact, (here.found, f"There is one profile: {why}."))
+    if why := reason_against(config, source, device):
+        return ProfileChoice((exact,), exact, (here.hardware, f"There is one profile: {why}."))
     any_cache, most = config.kv_cache_dtype == "auto", config.on(device).max_num_seqs
     alone, many = (
-        recommended(config, place, device, usual_traffic(config, place, rows), any_cache=any_cache)
+        recommended(config, source, device, usual_traffic(config, source, rows), any_cache=any_cache)
         for rows in (1, most)
     )
     fitting = [each for each in alone.candidates if each.requests and not each.method.calibrated]
@@ -143,16 +143,16 @@ def choose(config: EngineConfig, place: Path | str, device: str) -> ProfileChoic
     if not exact.requests:
         why = f"exact leaves no room for a request of {here.context:,} tokens, so auto takes compact."
     about = "Speeds are estimates, times bf16's; requests are those of max_model_len tokens that fit at once."
-    return ProfileChoice(profiles, exact if exact.requests else profiles[-1], (here.found, why, about))
+    return ProfileChoice(profiles, exact if exact.requests else profiles[-1], (here.hardware, why, about))
 
 
-def _bytes_given(config: EngineConfig, place: Path | str, dtype: str) -> int | None:
+def _bytes_given(config: EngineConfig, source: Path | str, dtype: str) -> int | None:
     """Bytes of weights whose format is not to be chosen; None if it is."""
-    if isinstance(place, Path) and read_layout(place) is not None:
-        return sum(each.stat().st_size for each in place.glob("*.safetensors"))
+    if isinstance(source, Path) and read_layout(source) is not None:
+        return sum(each.stat().st_size for each in source.glob("*.safetensors"))
     if config.quantization in (None, "auto") and config.quantized_head is None:
         return None
-    shape, methods = read_config(place), {each.name: each for each in METHODS}
+    shape, methods = read_config(source), {each.name: each for each in METHODS}
     method = methods.get(config.quantization or "")
     if method is None:  # simulated, or only the head: the weights keep their dtype
         return sizing.weight_bytes(shape, dtype)
@@ -179,21 +179,21 @@ class _Here:
         if on_gpu:
             total, share = torch.cuda.get_device_properties(device).total_memory, config.gpu_memory_utilization
             self.options["gpu_memory_utilization"] = share
-            self.room = int(total * share)
-            self.found = (
+            self.budget = int(total * share)
+            self.hardware = (
                 f"Found {torch.cuda.get_device_name(device)} with {total / 1e9:.0f} GB, of which weights, steps and "
                 f"cache may take {share:.0%}."
             )
         else:
-            self.room = CPU_CACHE_BYTES
-            self.found = f"Found no GPU: the cache takes up to {CPU_CACHE_BYTES / 2**30:.0f} GiB of memory."
+            self.budget = CPU_CACHE_BYTES
+            self.hardware = f"Found no GPU: the cache takes up to {CPU_CACHE_BYTES / 2**30:.0f} GiB of memory."
         self.on_gpu = on_gpu
 
     def profile(self, name: str, nbytes: int, speed: float | None = None, **options: Any) -> Profile:
         taken = self.options | options
         held = self.dtype if taken["kv_cache_dtype"] == "auto" else taken["kv_cache_dtype"]
         request = sizing.kv_bytes(self.shape, self.context, held, block_size=self.config.block_size)
-        left = max(self.room - nbytes, 0) if self.on_gpu else self.room
+        left = max(self.budget - nbytes, 0) if self.on_gpu else self.budget
         return Profile(name, taken, nbytes, left // request, speed)
 
     def of(self, name: str, best: Candidate) -> Profile:

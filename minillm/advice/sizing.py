@@ -1,4 +1,4 @@
-"""How much memory a model takes, and how many requests fit on a GPU, computed from a `ModelConfig`.  Lesson 02.
+"""Compute from a `ModelConfig` how much memory a model takes, and how many requests fit on a GPU.  Lesson 02.
 
     weights              bytes = parameters x bytes of a number (2 for bfloat16)
     KV cache             bytes a token = 2 x layers x kv_heads x (head_dim x bytes of a number + bytes of its scale)
@@ -25,7 +25,7 @@ CACHE_SCALE_BYTES = {"int8": 4, "fp8": 4}  # each token and KV head of a quantiz
 
 @dataclass(frozen=True)
 class Sizing:
-    """How one GPU's memory is divided. In bytes, unless the name says otherwise; `print` it for a table."""
+    """The division of one GPU's memory. In bytes, unless the name says otherwise; `print` it for a table."""
 
     parameters: int  # count
     weight_bytes: int
@@ -45,7 +45,7 @@ class Sizing:
 
     @property
     def requests(self) -> int:
-        """How many requests of `context` tokens the cache holds at once."""
+        """Return how many requests of `context` tokens the cache holds at once."""
         return self.cache_bytes // self.request_bytes
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ REQUESTS = {"cpu": 16, "cuda": 256}  # of the batch workload
 
 @dataclass(frozen=True)
 class Setting:
-    """How the engine runs; the defaults are those of the engine."""
+    """Switches of the engine; the defaults are those of the engine."""
 
     graphs: bool = True
     prompts_in_graphs: bool = True

@@ -11,21 +11,20 @@ memory      memory that contiguous caches waste, compared with blocks (`waste`; 
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minillm.config import PolicyName
 from minillm.engine.engine import Engine
 from minillm.engine.llm import LLM
 from minillm.errors import ConfigError
 from minillm.model.loader import resolve_device
 from minillm.request import Delta, SamplingParams
-from minillm.scheduler.policies import POLICIES, PolicyName
-from minillm.scheduler.scheduler import Scheduler
+from minillm.scheduler.settings import scheduled
 
 from . import figures, offline, records, waste, workloads
 from .clients import RequestTimes
@@ -34,7 +33,7 @@ from .workloads import BenchRequest
 
 @dataclass(frozen=True)
 class BatchingLoad:
-    """How much of the traffic runs, and how."""
+    """The size of the benchmark."""
 
     rows: int  # most requests in a step
     scale: int  # divides lengths in the part "throughput"
@@ -116,7 +115,7 @@ def throughput(llm: LLM, work: Sequence[BenchRequest], scale: int, repeat: int) 
     steps = {}
     for round_number in range(repeat + 1):
         for name, policy in kinds.items():
-            with scheduled(llm.engine, policy=policy) as scheduler:
+            with scheduled(llm.engine.scheduler, policy=policy, budget=BUDGET, caching=False) as scheduler:
                 before = scheduler.launched
                 seconds = offline.timed(llm, work, temperature=1.0)
                 steps[name] = scheduler.launched - before
@@ -143,19 +142,19 @@ def latency(llm: LLM, work: Sequence[BenchRequest], chunk: int, repeat: int) -> 
     runs: dict[str, list[dict]] = {name: [] for name in kinds}
     for round_number in range(repeat + 1):
         for name, (policy, budget) in kinds.items():
-            with scheduled(llm.engine, policy=policy, budget=budget):
+            with scheduled(llm.engine.scheduler, policy=policy, budget=budget, caching=False):
                 seen = figures.summary(work, play(llm.engine, work))
             if round_number > 0:  # the first warms up: it meets every shape that the others will
                 runs[name].append({key: seen[key] for key in ("seconds", "ttft_s", "itl_s", "e2e_s", "late_s")})
     facts = {"part": "latency", **workloads.totals(work), "requests_per_s": round(len(work) / work[-1].due, 2)}
     rows = []
-    for name, found in runs.items():
+    for name, summaries in runs.items():
         medians = {
-            key: {p: round(statistics.median(each[key][p] for each in found), 6) for p in found[0][key]}
+            key: {p: round(statistics.median(each[key][p] for each in summaries), 6) for p in summaries[0][key]}
             for key in ("ttft_s", "itl_s", "e2e_s")
         }
         rows.append({**facts, "prefill": name, "policy": kinds[name][0], "budget": kinds[name][1], **medians})
-        rows[-1]["runs"] = found
+        rows[-1]["runs"] = summaries
     return rows
 
 
@@ -166,25 +165,25 @@ def prefix(llm: LLM, arrivals: Sequence[BenchRequest]) -> list[dict]:
     traffic = {"trace": [short], "conversations": conversations(vocab), "at once": [together(vocab)]}
     rows = []
     for name, rounds in traffic.items():
-        found = {}
+        computed = {}
         for cached in (False, True):
-            with scheduled(llm.engine, caching=cached) as scheduler:
+            with scheduled(llm.engine.scheduler, budget=BUDGET, caching=cached) as scheduler:
                 hits, preemptions = scheduler.prefix_hits, scheduler.preemptions
                 prompts = ask(llm, rounds)
-                found[cached] = prompts - (scheduler.prefix_hits - hits)
+                computed[cached] = prompts - (scheduler.prefix_hits - hits)
                 if scheduler.preemptions > preemptions:
                     blocks = scheduler.pool.num_blocks
                     raise ConfigError(f"requests were preempted and computed twice with num_blocks={blocks}: raise it")
         facts = {"part": "prefix", "traffic": name, "requests": sum(map(len, rounds)), "prompt_tokens": prompts}
-        counted = {"computed_without": found[False], "computed_with": found[True]}
-        rows.append({**facts, **counted, "saved": round(1 - found[True] / found[False], 4)})
+        counted = {"computed_without": computed[False], "computed_with": computed[True]}
+        rows.append({**facts, **counted, "saved": round(1 - computed[True] / computed[False], 4)})
     return rows
 
 
 def memory(work: Sequence[BenchRequest], block_size: int) -> list[dict]:
     """Shares of the memory that are used and wasted, for the whole trace at its full lengths."""
-    found = waste.compare(work, slots=SLOTS, block_size=block_size, max_model_len=LONGEST)
-    return [{"part": "memory", **workloads.totals(work), "max_model_len": LONGEST, **each} for each in found]
+    shares = waste.compare(work, slots=SLOTS, block_size=block_size, max_model_len=LONGEST)
+    return [{"part": "memory", **workloads.totals(work), "max_model_len": LONGEST, **each} for each in shares]
 
 
 # ---- traffic
@@ -256,22 +255,6 @@ def play(engine: Engine, work: Sequence[BenchRequest]) -> list[RequestTimes]:
         else:
             time.sleep(max(0.0, work[sent].due - now()))
     return measured
-
-
-@contextmanager
-def scheduled(
-    engine: Engine, *, policy: PolicyName = "fcfs", budget: int = BUDGET, caching: bool = False
-) -> Iterator[Scheduler]:
-    """An idle engine's scheduler, with these settings and an empty prefix cache inside the block."""
-    scheduler = engine.scheduler
-    before = scheduler.policy, scheduler.max_num_batched_tokens, scheduler.prefix_caching
-    scheduler.policy, scheduler.max_num_batched_tokens, scheduler.prefix_caching = POLICIES[policy](), budget, caching
-    scheduler.pool.forget()
-    try:
-        yield scheduler
-    finally:
-        scheduler.policy, scheduler.max_num_batched_tokens, scheduler.prefix_caching = before
-        scheduler.pool.forget()
 
 
 def of(record: dict, part: str) -> list[dict]:

@@ -164,10 +164,10 @@ def generate(llm: LLM, work: Sequence[workloads.BenchRequest]) -> None:
 def _shares(llm: LLM, work: Sequence[workloads.BenchRequest], timed: profiling.Recording) -> dict[str, float]:
     """The share of a run's time that each of `profiling.GROUPS` takes, and the GPU's idle time."""
     starts = profiling.slices(timed.done, timed.began)
-    with profiling.profiled(llm.engine, starts) as found:
+    with profiling.profiled(llm.engine, starts) as kernels_of:
         generate(llm, work)
     each = []
-    for first, kernels in zip(starts, found, strict=True):
+    for first, kernels in zip(starts, kernels_of, strict=True):
         seconds = timed.seconds(first, min(first + profiling.STEPS, len(timed.done)))
         each.append({group: busy / seconds for group, busy in profiling.seconds_by_group(kernels).items()})
     shares = {group: round(statistics.fmean(slice[group] for slice in each), 4) for group in profiling.GROUPS}

@@ -85,7 +85,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Target:
-    """What to ask of which server. base: its URL without /v1; headers: more of them, for each request.
+    """The server to measure. base: its URL without /v1; headers: more of them, for each request.
 
     extensions: ask for the exact length and for token ids, which OpenAI's own API does not know; usage: ask for the
     number of tokens at the answer's end; text: send words, not token ids; exact: an answer of another length is an
@@ -320,7 +320,7 @@ class StreamedAnswer:
         seen.counted = "events" if total is None else "usage"
         if total is not None and seen.arrivals:
             each, more = divmod(total, len(seen.arrivals))
-            spread = [(when, each + (place < more)) for place, (when, _) in enumerate(seen.arrivals)]
+            spread = [(when, each + (index < more)) for index, (when, _) in enumerate(seen.arrivals)]
             seen.arrivals = [(when, tokens) for when, tokens in spread if tokens]
 
 

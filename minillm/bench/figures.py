@@ -1,4 +1,4 @@
-"""What a serving run says: rates, percentiles, the steady state, intervals, goodput and cost.  Lesson 99.
+"""Summarize a serving run: rates, percentiles, the steady state, intervals, goodput and cost.  Lesson 99.
 
 Everything is computed from `RequestTimes` requests after the run, by numpy only where it draws samples.
 """
@@ -70,8 +70,8 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return dict.fromkeys([*(f"p{p}" for p in PERCENTILES), "mean"])
     ranked = sorted(values)
-    found: dict[str, float | None] = {f"p{p}": round(ranked[-(-p * len(ranked) // 100) - 1], 6) for p in PERCENTILES}
-    return found | {"mean": round(statistics.fmean(values), 6)}
+    result: dict[str, float | None] = {f"p{p}": round(ranked[-(-p * len(ranked) // 100) - 1], 6) for p in PERCENTILES}
+    return result | {"mean": round(statistics.fmean(values), 6)}
 
 
 def steady(measured: Sequence[RequestTimes], seed: int = 0) -> dict | None:
@@ -135,14 +135,14 @@ def _bootstrap(values: Sequence[float], seed: int) -> dict[str, list[float]]:
     draw = np.random.default_rng(seed)
     seen, count = np.asarray(values), len(values)
     ranks = {"p50": -(-50 * count // 100) - 1, "p99": -(-99 * count // 100) - 1}
-    found: dict[str, list[float]] = {"p50": [], "p99": [], "mean": []}
+    drawn: dict[str, list[float]] = {"p50": [], "p99": [], "mean": []}
     together = max(1, DRAWN // count)
     for first in range(0, ROUNDS, together):
         again = np.sort(seen[draw.integers(0, count, (min(together, ROUNDS - first), count))], axis=1)
-        found["mean"] += again.mean(axis=1).tolist()
+        drawn["mean"] += again.mean(axis=1).tolist()
         for name, rank in ranks.items():
-            found[name] += again[:, rank].tolist()
-    return {name: [round(float(v), 6) for v in np.percentile(each, (2.5, 97.5))] for name, each in found.items()}
+            drawn[name] += again[:, rank].tolist()
+    return {name: [round(float(v), 6) for v in np.percentile(each, (2.5, 97.5))] for name, each in drawn.items()}
 
 
 def mean_gap(seen: RequestTimes) -> float | None:
@@ -159,10 +159,10 @@ def by_position(answered: Sequence[RequestTimes]) -> list[dict]:
     """
     gaps: list[list[float]] = []
     for each in answered:
-        for place, gap in enumerate(each.gaps):
-            if place == len(gaps):
+        for index, gap in enumerate(each.gaps):
+            if index == len(gaps):
                 gaps.append([])
-            gaps[place].append(gap)
+            gaps[index].append(gap)
     width = max(1, math.ceil(len(gaps) / POSITIONS))
     return [
         {"position": first + 2, **percentiles(sum(gaps[first : first + width], []))}
@@ -172,14 +172,14 @@ def by_position(answered: Sequence[RequestTimes]) -> list[dict]:
 
 def parse_slo(text: str) -> dict[str, float]:
     """Read "ttft=0.5,itl=0.05,e2e=10": the most seconds that a request may take. Raises ConfigError."""
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for word in text.split(","):
         name, _, value = word.strip().partition("=")
         try:
-            found[name] = float(value)
+            limits[name] = float(value)
         except ValueError:
-            found[name] = math.nan
-    return check_slo(found)
+            limits[name] = math.nan
+    return check_slo(limits)
 
 
 def check_slo(slo: Mapping[str, float]) -> dict[str, float]:

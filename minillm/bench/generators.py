@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO
 
 from minillm.errors import MinillmError
+from minillm.folders import import_path
 
 from .clients import Client, RequestTimes, Target, closed_loop, open_loop
 from .workloads import BenchRequest
@@ -47,7 +47,7 @@ class Share:
 
 @dataclass
 class Report:
-    """What one process measured; cpu_s: its processor time during the run."""
+    """The measurements of one process; cpu_s: its processor time during the run."""
 
     measured: list[RequestTimes]
     cpu_s: float
@@ -68,24 +68,24 @@ def run(
     LoadError.
     """
     count = min(generators, len(work), concurrency or len(work))
-    places = divide(len(work), count, concurrency)
+    divided = divide(len(work), count, concurrency)
     shares = [
-        Share(target, [work[place] for place in mine], concurrency and len(range(first, concurrency, count)))
-        for first, mine in enumerate(places)
+        Share(target, [work[index] for index in mine], concurrency and len(range(first, concurrency, count)))
+        for first, mine in enumerate(divided)
     ]
-    for place, request in enumerate(warmup):
-        shares[place % count].warmup.append(request)
+    for index, request in enumerate(warmup):
+        shares[index % count].warmup.append(request)
     reports = _measure(shares, timeout)
     measured: dict[int, RequestTimes] = {}
-    for mine, report in zip(places, reports, strict=True):
+    for mine, report in zip(divided, reports, strict=True):
         measured |= zip(mine, report.measured, strict=True)
-    return [measured[place] for place in range(len(work))], [report.cpu_s for report in reports]
+    return [measured[index] for index in range(len(work))], [report.cpu_s for report in reports]
 
 
 def divide(requests: int, count: int, concurrency: int | None) -> list[list[int]]:
-    """The places of each process's requests. A closed loop's client k belongs to process k % count."""
-    owners = [(place if concurrency is None else place % concurrency) % count for place in range(requests)]
-    return [[place for place, owner in enumerate(owners) if owner == process] for process in range(count)]
+    """The indices of each process's requests. A closed loop's client k belongs to process k % count."""
+    owners = [(index if concurrency is None else index % concurrency) % count for index in range(requests)]
+    return [[index for index, owner in enumerate(owners) if owner == process] for process in range(count)]
 
 
 def _measure(shares: Sequence[Share], timeout: float) -> list[Report]:
@@ -137,12 +137,11 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
 
 def _start() -> subprocess.Popen[bytes]:
     """Start a process with this one's imports. Ctrl-C reaches only this one, which then ends the others."""
-    places = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-P", "-c", f"from {__name__} import main; main()"],  # -P: imports nothing from this directory
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+        env=os.environ | {"PYTHONPATH": import_path()},
         start_new_session=True,
     )
 

@@ -1,4 +1,4 @@
-"""How much of the machine other programs use during a measurement.  Lesson 99."""
+"""Measure how much of the machine other programs use during a measurement.  Lesson 99."""
 
 import os
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ class OtherLoad:
 @contextmanager
 def other_load() -> Iterator[OtherLoad]:
     """Measure the processor time of other programs in the block: all but this process and its finished children."""
-    found, others = OtherLoad(), OtherPrograms(own=_own_seconds)
-    yield found
-    found.cores = others.measure()
+    load, others = OtherLoad(), OtherPrograms(own=_own_seconds)
+    yield load
+    load.cores = others.measure()
 
 
 def _own_seconds() -> float:

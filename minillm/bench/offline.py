@@ -46,16 +46,18 @@ class Minillm:
         return timed(self.llm, requests, temperature, extra)
 
     def formats(self) -> dict[str, Any]:
-        """The model and the formats of its weights and cache, for a record's row."""
+        """The model, the formats of its weights and cache, and the tokens that fit, for a record's row."""
         engine = self.llm.engine
-        found = {
+        formats: dict[str, Any] = {
             "model": engine.name,
             "quantization": engine.config.quantization,
             "quantized_head": engine.config.quantized_head,
             "kv_cache_dtype": engine.facts.kv_cache_dtype,
+            "cache_tokens": engine.facts.num_blocks * engine.config.block_size // len(engine.facts.windows),
         }
-        ranks = engine.config.tensor_parallel_size
-        return found if ranks == 1 else found | {"tensor_parallel": ranks}
+        kinds = ("tensor_parallel", "pipeline_parallel", "decode_context_parallel")
+        sizes = {kind: getattr(engine.config, f"{kind}_size") for kind in kinds}
+        return formats | {kind: size for kind, size in sizes.items() if size > 1}
 
 
 def timed(
@@ -129,11 +131,11 @@ def run(
         for name in chosen:
             work = workloads.make(name, config.vocab_size, scale=scale, requests=requests)
             facts = {"workload": name, **workloads.totals(work), **common}
-            found = _alternate(engine, peers, work, facts, repeat, temperature, batches, patience)
-            found[0] |= engine.formats()
-            results += found
+            rows = _alternate(engine, peers, work, facts, repeat, temperature, batches, patience)
+            rows[0] |= engine.formats()
+            results += rows
             if not quiet:
-                print(table(found), flush=True)
+                print(table(rows), flush=True)
     finally:
         engine.llm.close()
     content = records.record(results, begun)

@@ -43,8 +43,8 @@ class Peer(ABC):
         self._load(resolve(model), dtype, load_format)
 
     @abstractmethod
-    def _load(self, place: Path | str, dtype: str, load_format: str) -> None:
-        """Load the model. place: what `minillm.model.loader.resolve` returned. Raises ConfigError, MissingPackage."""
+    def _load(self, source: Path | str, dtype: str, load_format: str) -> None:
+        """Load the model. source: what `minillm.model.loader.resolve` returned. Raises ConfigError, MissingPackage."""
 
     def run(self, requests: Sequence[BenchRequest], batch: int, temperature: float) -> float:
         """Seconds for all requests in static batches of `batch`."""
@@ -75,14 +75,14 @@ class TransformersGenerate(Peer):
     name = "transformers"
     model: "PreTrainedModel"
 
-    def _load(self, place: Path | str, dtype: str, load_format: str) -> None:
+    def _load(self, source: Path | str, dtype: str, load_format: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         kind = DTYPES[dtype]
         if load_format == "dummy":
-            self.model = _random_model(place, kind, self.device)
+            self.model = _random_model(source, kind, self.device)
         else:
-            loaded = AutoModelForCausalLM.from_pretrained(place, dtype=kind)
+            loaded = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
             self.model = loaded.to(self.device)
         self.model.eval()
         # Without an EOS token no sequence stops early, and no logits processor spends time suppressing it.
@@ -110,7 +110,7 @@ class CTranslate2Generate(Peer):
 
     name = "ctranslate2"
 
-    def _load(self, place: Path | str, dtype: str, load_format: str) -> None:
+    def _load(self, source: Path | str, dtype: str, load_format: str) -> None:
         if find_spec("ctranslate2") is None:
             raise MissingPackage("No module named 'ctranslate2': this comparison needs `pip install ctranslate2`")
         if self.device != "cpu" or load_format == "dummy":
@@ -120,7 +120,7 @@ class CTranslate2Generate(Peer):
 
         with TemporaryDirectory() as folder:
             converted = Path(folder) / "model"
-            TransformersConverter(str(place)).convert(str(converted))
+            TransformersConverter(str(source)).convert(str(converted))
             self.words = json.loads((converted / "vocabulary.json").read_text(encoding="utf-8"))
             threads = torch.get_num_threads()
             self.model = Generator(str(converted), compute_type=dtype, inter_threads=1, intra_threads=threads)
@@ -131,14 +131,14 @@ class CTranslate2Generate(Peer):
         choice: dict[str, Any] = {"sampling_topk": 1}
         if temperature > 0:
             choice = {"sampling_topk": 0, "sampling_temperature": temperature}
-        found = self.model.generate_batch(
+        results = self.model.generate_batch(
             [[self.words[token] for token in request.prompt] for request in requests],
             min_length=longest,
             max_length=longest,
             include_prompt_in_result=False,
             **choice,
         )
-        return self._cut([each.sequences_ids[0] for each in found], requests)
+        return self._cut([each.sequences_ids[0] for each in results], requests)
 
 
 PEERS: dict[str, type[Peer]] = {each.name: each for each in (TransformersGenerate, CTranslate2Generate)}
@@ -151,16 +151,16 @@ def batch_sizes(requests: int) -> tuple[int, ...]:
     return tuple(batch for i, batch in enumerate(BATCHES) if i == 0 or BATCHES[i - 1] < requests)
 
 
-def _random_model(place: Path | str, dtype: torch.dtype, device: str) -> "PreTrainedModel":
+def _random_model(source: Path | str, dtype: torch.dtype, device: str) -> "PreTrainedModel":
     """transformers' model of the same shape with random weights: speed does not depend on their values."""
     from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig
 
-    if isinstance(place, str):
+    if isinstance(source, str):
         from minillm.model.config import PRESETS
 
-        config = _gemma_config(GemmaConfig, PRESETS[place])
+        config = _gemma_config(GemmaConfig, PRESETS[source])
     else:
-        config = AutoConfig.from_pretrained(place)
+        config = AutoConfig.from_pretrained(source)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

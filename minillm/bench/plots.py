@@ -36,8 +36,8 @@ def throughput(record: Mapping[str, Any], workload: str | None = None, ax: "Axes
     labels = [row["engine"] + (f"\nbatch {row['batch']}" if "batch" in row else "") for row in rows]
     colors = [OURS if row["engine"].startswith("minillm") else THEIRS for row in rows]
     ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=colors)
-    for place, row in enumerate(rows):
-        _runs(ax, place, row)
+    for index, row in enumerate(rows):
+        _runs(ax, index, row)
     scaled = f", lengths / {rows[0]['scale']}" if rows[0].get("scale", 1) != 1 else ""
     ax.set_title(f"{workload}{scaled}, {rows[0]['dtype']}, {machine_of(record)}", fontsize=9)
     ax.set_ylabel("output tokens / s")
@@ -51,8 +51,9 @@ def latency(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax = ax or new_axes()
     shown = [name for name in LATENCIES if result[name]["p50"] is not None]
     for offset, (percentile, color) in enumerate(zip(("p50", "p90", "p99"), ("#a9d6e5", OURS, "#013a63"), strict=True)):
-        places = [i + (offset - 1) * 0.27 for i in range(len(shown))]
-        bars = ax.bar(places, [result[name][percentile] * 1e3 for name in shown], 0.25, color=color, label=percentile)
+        positions = [i + (offset - 1) * 0.27 for i in range(len(shown))]
+        heights = [result[name][percentile] * 1e3 for name in shown]
+        bars = ax.bar(positions, heights, 0.25, color=color, label=percentile)
         ax.bar_label(bars, fmt="{:.3g}", padding=1, fontsize=8)
     ax.set_xticks(range(len(shown)), [LATENCIES[name] for name in shown])
     log_scale(ax)
@@ -68,15 +69,15 @@ def requests(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """Every request of a serving record as a bar: from when it was due through its first token to its last."""
     result = record["results"][0]
     ax = ax or new_axes()
-    answered = [(place, each) for place, each in enumerate(result["each"]) if each["first_token"] is not None]
-    refused = [(place, each) for place, each in enumerate(result["each"]) if each["first_token"] is None]
-    places = [place for place, _ in answered]
+    answered = [(index, each) for index, each in enumerate(result["each"]) if each["first_token"] is not None]
+    refused = [(index, each) for index, each in enumerate(result["each"]) if each["first_token"] is None]
+    positions = [index for index, _ in answered]
     due, first, end = ([each[name] for _, each in answered] for name in ("due", "first_token", "end"))
     waits = [late - early for early, late in zip(due, first, strict=True)]
     height = 0.8 if len(result["each"]) < 100 else 1.0  # gaps of less than a pixel look like missing requests
-    ax.barh(places, waits, height, left=due, color=WAITING, label="waits for its first token")
+    ax.barh(positions, waits, height, left=due, color=WAITING, label="waits for its first token")
     ax.barh(
-        places,
+        positions,
         [late - early for early, late in zip(first, end, strict=True)],
         height,
         left=first,
@@ -85,7 +86,7 @@ def requests(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     )
     if refused:
         ax.plot(
-            [each["due"] for _, each in refused], [place for place, _ in refused], "x", color="black", label="refused"
+            [each["due"] for _, each in refused], [index for index, _ in refused], "x", color="black", label="refused"
         )
     ax.set(xlabel="seconds", ylabel="requests, as they were due", yticks=[])
     ax.set_title(f"{arriving(result)}, {machine_of(record)}", fontsize=9)
@@ -105,25 +106,25 @@ def ablation(record: Mapping[str, Any], ax: "Axes | None" = None, groups: Sequen
         raise ConfigError(f"the record has no group {', '.join(sorted(unknown))}; it has: {', '.join(there)}")
     rows = [row for group in groups or there for row in record["results"] if row["group"] == group]
     works = list(dict.fromkeys((row["workload"], row["requests"]) for row in record["results"]))
-    places: dict[tuple[str, str], float] = {}
-    place = 0.0
+    positions: dict[tuple[str, str], float] = {}
+    position = 0.0
     for row in rows:
         bar = row["group"], row["name"]
-        if bar not in places:
-            place += 1.6 if places and row["group"] != list(places)[-1][0] else 1  # a gap between groups
-            places[bar] = place
+        if bar not in positions:
+            position += 1.6 if positions and row["group"] != list(positions)[-1][0] else 1  # a gap between groups
+            positions[bar] = position
     height = 0.8 / len(works)
-    ax = ax or new_axes(height=0.6 + 0.34 * place)
+    ax = ax or new_axes(height=0.6 + 0.34 * position)
     for number, (work, color) in enumerate(zip(works, (OURS, "#a9d6e5", THEIRS, "#013a63"), strict=False)):
         shown = [row for row in rows if (row["workload"], row["requests"]) == work]
         best = {row["group"]: 0.0 for row in shown}
         for row in shown:
             best[row["group"]] = max(best[row["group"]], row["output_tokens_per_s"])
-        at = [places[row["group"], row["name"]] + (number + 0.5) * height - 0.4 for row in shown]
+        at = [positions[row["group"], row["name"]] + (number + 0.5) * height - 0.4 for row in shown]
         shares = [row["output_tokens_per_s"] / best[row["group"]] for row in shown]
         bars = ax.barh(at, shares, height, color=color, label=f"{work[1]} request" + ("s" if work[1] > 1 else ""))
         ax.bar_label(bars, [f"{row['output_tokens_per_s']:,.0f}" for row in shown], padding=2, fontsize=7)
-    ax.set_yticks(list(places.values()), [": ".join(bar) for bar in places])
+    ax.set_yticks(list(positions.values()), [": ".join(bar) for bar in positions])
     ax.invert_yaxis()
     ax.set(xlabel="output tokens / s, as a share of the group's best", xlim=(0, 1.2))
     ax.set_title(_where(record, ", "), fontsize=9)
@@ -137,8 +138,8 @@ def batching(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax = ax or new_axes()
     labels = [f"{row['batching']}\n{row['steps']:,} steps" for row in rows]
     ax.bar(labels, [row["output_tokens_per_s"] for row in rows], color=[THEIRS, OURS], width=0.6)
-    for place, row in enumerate(rows):
-        _runs(ax, place, row)
+    for index, row in enumerate(rows):
+        _runs(ax, index, row)
     ax.set_ylabel("output tokens / s")
     ax.set_title(f"{rows[0]['requests']} requests at once in {record['rows']} rows\n{_where(record)}", fontsize=9)
     ax.margins(y=0.12)
@@ -150,14 +151,14 @@ def chunking(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     rows = {row["prefill"]: row for row in record["results"] if row["part"] == "latency"}
     ax = ax or new_axes()
     shown = [(name, p) for name in ("ttft_s", "itl_s") for p in ("p50", "p90", "p99")]
-    places = [i + 0.6 * (i > 2) for i in range(len(shown))]  # a gap between both latencies
+    positions = [i + 0.6 * (i > 2) for i in range(len(shown))]  # a gap between both latencies
     for offset, (prefill, color) in zip((-0.2, 0.2), (("whole", THEIRS), ("chunked", OURS)), strict=True):
         row = rows[prefill]
         heights = [row[name][p] * 1e3 for name, p in shown]
         label = f"{prefill} prompts" if prefill == "whole" else f"chunks, {row['budget']} tokens a step"
-        bars = ax.bar([place + offset for place in places], heights, 0.38, color=color, label=label)
+        bars = ax.bar([position + offset for position in positions], heights, 0.38, color=color, label=label)
         ax.bar_label(bars, [short(height) for height in heights], padding=1, fontsize=7)
-    ax.set_xticks(places, [f"{p}\n{LATENCIES[name]}" if p == "p90" else p for name, p in shown])
+    ax.set_xticks(positions, [f"{p}\n{LATENCIES[name]}" if p == "p90" else p for name, p in shown])
     log_scale(ax)
     ax.set_ylabel("milliseconds")
     ax.set_title(f"{row['requests']} requests, {row['requests_per_s']:g} a second\n{_where(record)}", fontsize=9)
@@ -202,8 +203,8 @@ def memory(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
         bars = ax.barh(labels, widths, left=left, color=color, label=label)
         ax.bar_label(bars, [f"{w:.0%}" if w > 0.04 else "" for w in widths], label_type="center", fontsize=8)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    for place, row in enumerate(rows):
-        ax.text(1.01, place, f"{row['running']:.0f} at once", va="center", fontsize=8)
+    for index, row in enumerate(rows):
+        ax.text(1.01, index, f"{row['running']:.0f} at once", va="center", fontsize=8)
     ax.invert_yaxis()
     ax.tick_params(axis="y", labelsize=8)
     ax.set(xlabel="share of the cache's memory", xlim=(0, 1))
@@ -218,12 +219,12 @@ def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     """
     ax = ax or new_axes(height=4.2)
     dense, *rows = record["results"]
-    places = {row["quantization"]: (row["bytes"] / 1e6, row["kl"]) for row in rows}
+    positions = {row["quantization"]: (row["bytes"] / 1e6, row["kl"]) for row in rows}
     simulated = [row["quantization"] for row in rows if row["simulated"]]
-    real = [place for name, place in places.items() if name not in simulated]
+    real = [position for name, position in positions.items() if name not in simulated]
     ax.plot(*zip(*real, strict=True), "o", color=OURS, markersize=5)
     if simulated:
-        hollow = [places[name] for name in simulated]
+        hollow = [positions[name] for name in simulated]
         ax.plot(*zip(*hollow, strict=True), "o", color=OURS, markerfacecolor="white", markersize=5, label="simulated")
         ax.legend(frameon=True, loc="upper left", fontsize=8, handletextpad=0.1)
     ax.set_yscale("log")
@@ -231,7 +232,7 @@ def losses(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.set(xlabel="MB of weights", ylabel="loss: KL from the unquantized model, nats a token")
     size = f"unquantized, in 16 bits: {dense['bytes'] / 1e6:.1f} MB"
     ax.set_title(f"{records.model_of(record)}, trained; {size}", fontsize=10)
-    label_points(ax, places)
+    label_points(ax, positions)
     return plain(ax)
 
 
@@ -244,15 +245,15 @@ def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
         speeds.setdefault(precision(row).replace(" g128", ""), {}).setdefault(
             row["requests"], row["output_tokens_per_s"]
         )
-    places = {name: (each[loads[0]], each[loads[-1]]) for name, each in speeds.items()}
-    for name, place in places.items():
-        ax.plot(*place, "o", color=THEIRS if name == "bf16" else OURS, markersize=5)
+    positions = {name: (each[loads[0]], each[loads[-1]]) for name, each in speeds.items()}
+    for name, position in positions.items():
+        ax.plot(*position, "o", color=THEIRS if name == "bf16" else OURS, markersize=5)
     ax.margins(x=0.3, y=0.12)
     for axis, load in ((ax.xaxis, loads[0]), (ax.yaxis, loads[-1])):
         axis.set_label_text(f"output tokens / s, {load:,} request" + ("s at once" if load > 1 else ""))
         axis.set_major_formatter("{x:,.0f}")
     ax.set_title(f"Gemma 2B's shape, random weights, {machine_of(record)}", fontsize=10)
-    label_points(ax, places)
+    label_points(ax, positions)
     return plain(ax)
 
 
@@ -262,15 +263,15 @@ def precision(row: Mapping[str, Any]) -> str:
     return row["quantization"] if cache in ("auto", "bfloat16") else f"{row['quantization']}, cache {cache}"
 
 
-def label_points(ax: "Axes", places: Mapping[str, tuple[float, float]], size: float = 8) -> None:
+def label_points(ax: "Axes", points: Mapping[str, tuple[float, float]], size: float = 8) -> None:
     """Write each point's name to its right, or to its left where it would cover something.
 
-    Names of points that lie close together stand in a column, from which lines lead to the points. places: name -> (x,
+    Names of points that lie close together stand in a column, from which lines lead to the points. points: name -> (x,
     y) in the axes' own numbers. Call it last: limits and scales must not change afterwards.
     """
     ax.figure.canvas.figure.draw_without_rendering()  # sets the layout
     unit = ax.figure.dpi / 72  # pixels of a typographic point
-    spots = {name: tuple(ax.transData.transform(place) / unit) for name, place in places.items()}
+    spots = {name: tuple(ax.transData.transform(point) / unit) for name, point in points.items()}
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in spots.values()]
     for group in _close_together(spots, 3 * size, 1.3 * size):
         heights = _spread([spots[name][1] for name in group], 1.3 * size)
@@ -285,7 +286,7 @@ def label_points(ax: "Axes", places: Mapping[str, tuple[float, float]], size: fl
             x, y = spots[name]
             line = {"arrowstyle": "-", "lw": 0.5, "color": "gray", "shrinkA": 1, "shrinkB": 2}
             ax.annotate(
-                name, places[name], xytext=(edge - x, height - y), textcoords="offset points", fontsize=size,
+                name, points[name], xytext=(edge - x, height - y), textcoords="offset points", fontsize=size,
                 ha="left" if side > 0 else "right", va="center", in_layout=False,
                 arrowprops=line | {"relpos": (0.0 if side > 0 else 1.0, 0.5)} if len(group) > 1 else None,
             )  # fmt: skip
@@ -310,8 +311,8 @@ def _spread(heights: Sequence[float], gap: float) -> list[float]:
     placed: list[float] = []
     for height in heights:
         placed.append(min(height, placed[-1] - gap) if placed else height)
-    shift = sum(height - place for height, place in zip(heights, placed, strict=True)) / len(placed)
-    return [place + shift for place in placed]
+    shift = sum(height - position for height, position in zip(heights, placed, strict=True)) / len(placed)
+    return [position + shift for position in placed]
 
 
 def _box(name: str, edge: float, height: float, side: int, size: float) -> tuple[float, float, float, float]:
@@ -338,11 +339,11 @@ def new_axes(height: float = 3.6) -> "Axes":
     return plt.subplots(figsize=(6.4, height), layout="constrained")[1]
 
 
-def _runs(ax: "Axes", place: int, row: Mapping[str, Any]) -> None:
+def _runs(ax: "Axes", index: int, row: Mapping[str, Any]) -> None:
     """A bar's runs as dots, and its median as a label above them."""
     median, speeds = row["output_tokens_per_s"], [row["output_tokens"] / each for each in row["runs"]]
-    ax.plot([place] * len(speeds), speeds, ".k", markersize=4)
-    top = (place, max(median, *speeds))
+    ax.plot([index] * len(speeds), speeds, ".k", markersize=4)
+    top = (index, max(median, *speeds))
     ax.annotate(f"{median:,.0f}", top, xytext=(0, 4), textcoords="offset points", ha="center")
 
 

@@ -153,7 +153,7 @@ def seconds_by_group(kernels: Iterable[tuple[str, float, float]]) -> dict[str, f
 
     If kernels overlap (the next one starts early and waits), their common time counts for the earlier one.
     """
-    found = dict.fromkeys(GROUPS, 0.0)
+    by_group = dict.fromkeys(GROUPS, 0.0)
     free, products = float("-inf"), 0.0  # when the device is free; seconds since the last product began
     for name, begin, end in kernels:
         group = next((group for group, pattern in NAMES if pattern.search(name)), "other kernels")
@@ -162,8 +162,8 @@ def seconds_by_group(kernels: Iterable[tuple[str, float, float]]) -> dict[str, f
         if group == "matrix products":
             products = products + seconds if "splitKreduce" in name else seconds
         elif group == "head and sampling":
-            found["matrix products"] -= products
-            found[group] += products
+            by_group["matrix products"] -= products
+            by_group[group] += products
             products = 0.0
-        found[group] += seconds
-    return found
+        by_group[group] += seconds
+    return by_group

@@ -73,8 +73,8 @@ def _without_keys(words: list[str]) -> list[str]:
     """The words without what follows --api-key: a record may be published."""
     shown = []
     for before, word in zip(["", *words], words, strict=False):
-        option, given, _ = word.partition("=")
-        shown.append("..." if before in SECRET else f"{option}=..." if given and option in SECRET else word)
+        option, equals, _ = word.partition("=")
+        shown.append("..." if before in SECRET else f"{option}=..." if equals and option in SECRET else word)
     return shown
 
 
@@ -162,13 +162,13 @@ def machine() -> dict:
 
 def versions() -> dict[str, str]:
     """The installed versions of the packages that a measurement depends on."""
-    found = {"minillm": __version__}
+    versions = {"minillm": __version__}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def commit() -> dict:

@@ -173,10 +173,10 @@ def run(
     """
     begun = records.begin(json_path)
     with LLM(model, enable_prefix_caching=False, **engine_options) as llm:
-        found = limits(llm.config.device, llm.engine.model.dtype, llm.engine.model.nbytes)
+        limit = limits(llm.config.device, llm.engine.model.dtype, llm.engine.model.nbytes)
         points = [*(decode(llm, each) for each in batches), *(prefill(llm, each) for each in prompts)]
-        content = records.record([asdict(each) for each in points], begun, model=llm.engine.name, **asdict(found))
-    return records.publish(content, json_path, table(points, found), quiet=quiet)
+        content = records.record([asdict(each) for each in points], begun, model=llm.engine.name, **asdict(limit))
+    return records.publish(content, json_path, table(points, limit), quiet=quiet)
 
 
 def table(points: Sequence[Point], limits: PeakRates) -> str:

@@ -64,10 +64,10 @@ def run(url: str | Sequence[str] = "http://127.0.0.1:8000", *, quiet: bool = Fal
         targets.address(each, allow_remote=settings.allow_remote)
     servers = [targets.find(each, settings) for each in urls]
     results: list[dict] = []
-    for place, load in enumerate(loads):
+    for index, load in enumerate(loads):
         first = len(results)
         for server in servers:
-            work = load.make(server.vocab_size, settings.seed + place)
+            work = load.make(server.vocab_size, settings.seed + index)
             measured, busy = processes.run(
                 server.target,
                 work,
@@ -76,7 +76,7 @@ def run(url: str | Sequence[str] = "http://127.0.0.1:8000", *, quiet: bool = Fal
                 warmup=_warmup(work, settings.warmup),
                 timeout=settings.timeout,
             )
-            facts = _facts(server, load, settings.seed + place) | {"warmup": settings.warmup, "generators": len(busy)}
+            facts = _facts(server, load, settings.seed + index) | {"warmup": settings.warmup, "generators": len(busy)}
             result = facts | _result(work, measured, settings.seed) | {"generator_s": round(max(busy), 4)}
             if settings.slo is not None:
                 result["goodput"] = goodput(measured, settings.slo)
@@ -113,10 +113,10 @@ def _result(work: Sequence[BenchRequest], measured: Sequence[RequestTimes], seed
     if failed:
         raise LoadError(f"{len(failed)} of {len(measured)} requests failed, the first with: {failed[0]}")
     answered = [each for each in measured if not each.refused]
-    found = summary(work, measured)
+    figures_of_run = summary(work, measured)
     counted = {"tokens_counted_by": "/".join(sorted({each.counted for each in answered}))} if answered else {}
     more = {"steady": steady(measured, seed), "interval95": intervals(answered, seed)}
-    return counted | found | more | {"itl_by_position": by_position(answered)}
+    return counted | figures_of_run | more | {"itl_by_position": by_position(answered)}
 
 
 def _ratios(result: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, float]:

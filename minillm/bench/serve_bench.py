@@ -13,7 +13,7 @@ from .figures import check_slo
 
 @dataclass(frozen=True)
 class ServeBench(Options):
-    """What to ask of a server, when, and what to do with the figures. Raises ConfigError."""
+    """Settings of a serving benchmark: requests, arrivals and reports. Raises ConfigError."""
 
     allow_remote: bool = option(
         False, "Let --url name other machines: only those that you may load.", flag="--allow-remote"

@@ -29,8 +29,8 @@ def heat_map(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     ax.imshow(grid, cmap="Blues", aspect="auto", origin="lower", vmin=0, vmax=1.2 * max(speeds.values()))
     for (one, other), speed in speeds.items():
         color = "white" if speed > 0.6 * max(speeds.values()) else "black"  # on dark blue, and on light
-        place = inputs.index(one), outputs.index(other)
-        ax.text(*place, f"{speed:,.0f}", ha="center", va="center", fontsize=9, color=color)
+        position = inputs.index(one), outputs.index(other)
+        ax.text(*position, f"{speed:,.0f}", ha="center", va="center", fontsize=9, color=color)
     ax.set_xticks(range(len(inputs)), [f"{each:,}" for each in inputs])
     ax.set_yticks(range(len(outputs)), [f"{each:,}" for each in outputs])
     ax.set(xlabel="input tokens", ylabel="output tokens")
@@ -52,13 +52,13 @@ def ttft_by_input(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes"
 
 
 def itl_by_position(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
-    """Time between tokens against the token's place in the answer: median, and p99 as a thin line, for each load.
+    """Time between tokens against the token's position in the answer: median, and p99 as a thin line, for each load.
 
     Of more loads than there are colors, only those with the most clients.
     """
     ax = ax or plots.new_axes()
-    for place, row in enumerate(_shown(record)):
-        points, color = row["itl_by_position"], COLORS[place % len(COLORS)]
+    for index, row in enumerate(_shown(record)):
+        points, color = row["itl_by_position"], COLORS[index % len(COLORS)]
         at = [point["position"] for point in points]
         ax.plot(at, [1e3 * point["p50"] for point in points], color=color, label=_label(row))
         ax.plot(at, [1e3 * point["p99"] for point in points], color=color, lw=0.6, alpha=0.7)
@@ -73,10 +73,10 @@ def answer_times(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     Of more loads than there are colors, only those with the most clients.
     """
     ax = ax or plots.new_axes()
-    for place, row in enumerate(_shown(record)):
+    for index, row in enumerate(_shown(record)):
         took = sorted(each["end"] - each["due"] for each in row["each"] if each["first_token"] is not None)
         shares = [(rank + 1) / len(row["each"]) for rank in range(len(took))]
-        ax.step([0.0, *took], [0.0, *shares], where="post", color=COLORS[place % len(COLORS)], label=_label(row))
+        ax.step([0.0, *took], [0.0, *shares], where="post", color=COLORS[index % len(COLORS)], label=_label(row))
     ax.set(xlabel="seconds from due to the last token", ylabel="share of requests", ylim=(0, 1.02))
     return _finished(ax, record)
 
@@ -91,10 +91,10 @@ def load_curve(record: Mapping[str, Any], latency: str = "e2e_s", ax: "Axes | No
     for row in record["results"]:
         if row.get("concurrency") and row.get(latency, {}).get("p50") is not None:
             lines.setdefault((row["engine"], row["url"], row["workload"]), []).append(row)
-    for place, ((engine, _, workload), rows) in enumerate(lines.items()):
+    for index, ((engine, _, workload), rows) in enumerate(lines.items()):
         rows = sorted(rows, key=lambda row: row["concurrency"])
         at = [(row["output_tokens_per_s"], 1e3 * row[latency]["p50"]) for row in rows]
-        ax.plot(*zip(*at, strict=True), "o-", color=COLORS[place % len(COLORS)], ms=4, label=f"{engine}, {workload}")
+        ax.plot(*zip(*at, strict=True), "o-", color=COLORS[index % len(COLORS)], ms=4, label=f"{engine}, {workload}")
         for row, point in zip(rows, at, strict=True):
             ax.annotate(f"{row['concurrency']}", point, xytext=(3, 4), textcoords="offset points", fontsize=7)
     plots.log_scale(ax)
@@ -110,9 +110,9 @@ def save(record: Mapping[str, Any], path: str | Path) -> None:
     columns = min(3, len(drawn)) if len(drawn) != 4 else 2
     rows = -(-len(drawn) // columns)
     figure = Figure(figsize=(6 * columns, 4 * rows), layout="constrained")
-    places = figure.subplots(rows, columns, squeeze=False).flat
-    for place, draw in zip(places, [*drawn, *[None] * (rows * columns - len(drawn))], strict=True):
-        place.set_axis_off() if draw is None else draw(record, ax=place)
+    cells = figure.subplots(rows, columns, squeeze=False).flat
+    for cell, draw in zip(cells, [*drawn, *[None] * (rows * columns - len(drawn))], strict=True):
+        cell.set_axis_off() if draw is None else draw(record, ax=cell)
     figure.savefig(path, facecolor="white")
 
 

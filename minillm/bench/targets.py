@@ -107,7 +107,7 @@ def _card(base: str, headers: Mapping[str, str], model: str | None) -> dict[str,
 
 def _probe(target: Target, vocabulary: int) -> Target:
     """The most exact form of a request that the server takes. Raises LoadError."""
-    request = BenchRequest([place % vocabulary for place in range(10, 18)], 4)
+    request = BenchRequest([index % vocabulary for index in range(10, 18)], 4)
     problems = []
     for form in FORMS:
         tried = replace(target, **form, exact=False)  # type: ignore[arg-type]  # all fields of `form` are bools

@@ -101,9 +101,9 @@ def _arrivals(settings: ServeBench) -> list[dict[str, Any]]:
     concurrency, sweep, rate, trace = settings.concurrency, settings.sweep, settings.rate, settings.trace
     due, speed = settings.due, settings.speed
     ways = {"concurrency": concurrency, "sweep": sweep, "rate": rate, "trace": trace, "due": due}
-    given = [name for name, value in ways.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"requests arrive in one way: choose one of {', '.join(given)}")
+    chosen = [name for name, value in ways.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"requests arrive in one way: choose one of {', '.join(chosen)}")
     if speed is not None and trace is None:
         raise ConfigError(f"speed {speed!r} plays a trace faster, and there is none: name one, or leave speed out")
     if rate is not None:

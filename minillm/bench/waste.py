@@ -70,12 +70,12 @@ def contiguous(
         while waiting:
             size = min(reserve(waiting[0]), most)
             ends, begins = [0, *(end for _, end, _ in pieces)], [*(begin for begin, _, _ in pieces), slots]
-            place = next((i for i in range(len(ends)) if begins[i] - ends[i] >= size), None)
-            if place is None:
+            index = next((i for i in range(len(ends)) if begins[i] - ends[i] >= size), None)
+            if index is None:
                 break
             request = waiting.popleft()
-            pieces.insert(place, (ends[place], ends[place] + size, request))
-            computed[ends[place]] = len(request.prompt)
+            pieces.insert(index, (ends[index], ends[index] + size, request))
+            computed[ends[index]] = len(request.prompt)
         if not pieces:
             if waiting:
                 raise ConfigError(f"a request of {final(waiting[0])} tokens does not fit a memory of {slots}")

@@ -22,7 +22,7 @@ TRACES = DATA / "traces"
 
 @dataclass(frozen=True)
 class Workload:
-    """How many requests, and the ranges (both ends included) from which their lengths in tokens are drawn uniformly."""
+    """A number of requests, and the ranges of their lengths in tokens (both ends included), drawn uniformly."""
 
     name: str
     requests: int

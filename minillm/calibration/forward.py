@@ -38,10 +38,10 @@ class CalibrationRun:
     ) -> dict[str, InputStatistics]:
         """The statistics of the inputs of these weights, which belong to the next layer, by name."""
         keep = max(1, SAMPLES // len(self.batches))
-        with recording(weights, dtype, keep, unused=layer.down) as found:
+        with recording(weights, dtype, keep, unused=layer.down) as statistics:
             for batch, stream in zip(self.batches, self.streams, strict=True):
                 self._run(layer, batch, stream)
-        return found
+        return statistics
 
     def advance(self, layer: Layer) -> None:
         """Run the next layer as it now is, and keep its outputs instead of its inputs."""
@@ -51,7 +51,8 @@ class CalibrationRun:
 
     def _run(self, layer: Layer, batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            return self.model.run_layer(layer, None, stream, batch, self.model.places(batch), _cache(self.model, batch))
+            metadata, cache = self.model.metadata(batch), _cache(self.model, batch)
+            return self.model.run_layer(layer, None, stream, batch, metadata, cache)
 
 
 def hidden_states(model: Model, ids: Tensor) -> Tensor:
@@ -87,10 +88,10 @@ def recording(
 
     keep: samples of each step. unused: a weight whose product nothing reads, and which is not computed.
     """
-    found = {
+    statistics = {
         name: InputStatistics(weight.shape[1], weight.stored()[0].device, dtype) for name, weight in weights.items()
     }
-    by_weight = {id(weight): found[name] for name, weight in weights.items()}
+    by_weight = {id(weight): statistics[name] for name, weight in weights.items()}
 
     def linear(x: Tensor, weight: Weight) -> Tensor:
         if id(weight) in by_weight:
@@ -100,4 +101,4 @@ def recording(
         return reference.linear(x, weight)
 
     with using(linear=linear):
-        yield found
+        yield statistics

@@ -100,12 +100,12 @@ class Method:
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs to see activations."""
+        """Return whether it needs to see activations."""
         return self.name in CALIBRATED or self.static
 
     @property
     def searches_scales(self) -> bool:
-        """Whether it scales inputs, and folds that into the operation before."""
+        """Return whether it scales inputs, and folds that into the operation before."""
         return self.name in ("smoothquant", "awq", "w4a8")
 
 
@@ -134,7 +134,7 @@ class MethodRecipe:
 
     @property
     def seeded(self) -> bool:
-        """Whether a seed changes the result: it chooses the calibration rows, and the signs of a rotation."""
+        """Return whether a seed changes the result: it chooses the calibration rows, and the signs of a rotation."""
         return self.rotate or any(method.calibrated for method in self.rules.values())
 
     @classmethod
@@ -151,8 +151,8 @@ class MethodRecipe:
     def read(cls, file: Path) -> "MethodRecipe":
         """A recipe file: {pattern: method} or {pattern: {"method": ..., its parameters}}. Raises ConfigError."""
         rules = {}
-        for pattern, given in read_json(file, ConfigError).items():
-            values: dict[str, Any] = {"method": given} if isinstance(given, str) else given
+        for pattern, rule in read_json(file, ConfigError).items():
+            values: dict[str, Any] = {"method": rule} if isinstance(rule, str) else rule
             if not isinstance(values, dict) or not isinstance(values.get("method"), str):
                 raise ConfigError(f"{file}: {pattern!r} must be a method's name, or an object with one")
             try:
@@ -164,11 +164,11 @@ class MethodRecipe:
 
 def method_of(values: Mapping[str, Any]) -> Method:
     """The method that {"method": name, and parameters} describes. Raises ConfigError for a wrong or unused one."""
-    found = Method(values["method"])
+    method = Method(values["method"])
     more = {name: value for name, value in values.items() if name != "method"}
-    found.check_takes(sorted(more))
+    method.check_takes(sorted(more))
     for name, value in more.items():
         kind = TYPES.get(name, bool)
         if type(value) is not kind:
             raise ConfigError(f"{name} must be {kind.__name__}, not {shown(value)}")
-    return replace(found, **more)
+    return replace(method, **more)

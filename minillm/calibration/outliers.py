@@ -28,15 +28,15 @@ def outlier_scales(
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """Return what `plant_outliers` divides the inputs [in] of each product by, by address: 1 / larger, or 1."""
-    generator, found = torch.Generator().manual_seed(seed), {}
+    generator, factors = torch.Generator().manual_seed(seed), {}
     for index, layer in enumerate(model.layers):
         for name in products:
             inputs = getattr(layer, name).shape[1]
             size = model.config.head_dim if name == "attention_out" else inputs
             scales = torch.ones(size, dtype=model.dtype)
             scales[torch.randperm(size, generator=generator)[: -(-size // share)]] = 1 / larger
-            found[f"layers.{index}.{name}"] = scales.repeat(inputs // size).to(model.device)
-    return found
+            factors[f"layers.{index}.{name}"] = scales.repeat(inputs // size).to(model.device)
+    return factors
 
 
 def plant_outliers(

@@ -101,14 +101,14 @@ def quantize(
     if rows is not None and (rows := _whole("rows", rows, 1)) * length > MOST_TOKENS:
         raise ConfigError(f"{rows} rows of {length} tokens are more than the {MOST_TOKENS} that fit: give fewer")
     device = _device(device)
-    begin, place = time.perf_counter(), resolve(model)
+    begin, source = time.perf_counter(), resolve(model)
     check_free(out)
-    if isinstance(place, str) or read_layout(place) is not None:
-        what = f"{place} is only a shape" if isinstance(place, str) else f"{place} is quantized already"
+    if isinstance(source, str) or read_layout(source) is not None:
+        what = f"{source} is only a shape" if isinstance(source, str) else f"{source} is quantized already"
         raise ConfigError(f"{what}: name the directory of an unquantized model")
     if text is not None and not text.is_file():
         raise ConfigError(f"no such calibration text: {text}")
-    dense = load_model(place, dtype="float32", device=device)
+    dense = load_model(source, dtype="float32", device=device)
     target = getattr(torch, dense.config.dtype)
     methods = check_methods(dense, methods)
     if rows is None:
@@ -118,7 +118,7 @@ def quantize(
     if last >= 0:
         words = _read(text or TEXT)
         length = min(length, dense.max_model_len)
-        tokenizer = Tokenizer.from_pretrained(place)
+        tokenizer = Tokenizer.from_pretrained(source)
         check_tokenizer(tokenizer, dense.config)
         ids = calibration_rows(tokenizer, words, rows, length, seed).to(device)
     if methods.rotate:
@@ -138,7 +138,7 @@ def quantize(
                 setattr(dense, address, replaced)
                 if tied:
                     dense.embedding = replaced
-        size = save_model(dense, place, out, target)
+        size = save_model(dense, source, out, target)
     return {
         "bytes": size,
         "dense_bytes": before,
@@ -157,12 +157,12 @@ def _has_int8_inputs(model: Model, methods: MethodRecipe) -> bool:
 
 def _last_calibrated(model: Model, methods: MethodRecipe) -> int:
     """The last layer that has a weight whose method needs calibration; -1 if none has."""
-    found = [
+    lengths = [
         index
         for index in range(len(model.layers))
         if any(methods.at(f"layers.{index}.{name}").calibrated for name in PROJECTIONS)
     ]
-    return max(found, default=-1)
+    return max(lengths, default=-1)
 
 
 def quantize_layer(
@@ -273,10 +273,10 @@ def _calibrated(method: Method, format: Int4, inputs: InputStatistics) -> Callab
 
 
 def _whole(name: str, value: object, least: int, most: int = 2**31) -> int:
-    found = as_int(value)
-    if found is None or not least <= found <= most:
+    number = as_int(value)
+    if number is None or not least <= number <= most:
         raise ConfigError(f"{name} must be a whole number from {least} to {most}, not {shown(value)}")
-    return found
+    return number
 
 
 def _device(name: str) -> str:

@@ -111,5 +111,5 @@ def _rotate_values(model: Model, layer: Layer, signs: Tensor, dtype: torch.dtype
 def _rotate(vectors: Tensor, factors: Tensor, dtype: torch.dtype | None = None) -> None:
     """vectors [..., n] times diag(factors) H, in place and in float64; dtype: what the results are rounded to."""
     for part in vectors.split(ROWS):  # float64 copies of a whole table would take several times its memory
-        found = transform(part.double() * factors)
-        part.copy_(found if dtype is None else found.to(dtype))
+        rotated = transform(part.double() * factors)
+        part.copy_(rotated if dtype is None else rotated.to(dtype))

@@ -90,9 +90,9 @@ def generate(
     each: list[Prompt] = [*prompts]
     tokenizer = None
     if chat:  # a model without a chat template is refused before its weights are read
-        place = resolve(model)
-        if isinstance(place, Path) and (place / "tokenizer.json").exists():
-            tokenizer = Tokenizer.from_pretrained(place)
+        source = resolve(model)
+        if isinstance(source, Path) and (source / "tokenizer.json").exists():
+            tokenizer = Tokenizer.from_pretrained(source)
         each = [chat_prompt(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
     with LLM(model, tokenizer, **engine_options) as llm:
         if stream:
@@ -156,6 +156,9 @@ def serve(
         ),
     ] = None,
     ray_address: Annotated[str | None, typer.Option(help="A Ray cluster to join.  [default: start one here]")] = None,
+    join: Annotated[
+        bool, typer.Option("--join", help="Only HTTP workers, for models that are served in the cluster already.")
+    ] = False,
     router: Annotated[
         str, typer.Option(help="What chooses a replica: prefix, load, or your function as MODULE:NAME.")
     ] = "prefix",
@@ -172,12 +175,17 @@ def serve(
         show_logs(level)
         logs.unhurried()
     named = named_models([*([model] if model else []), *(model_option or [])])
-    if len(named) > 1 or None not in named or replicas is not None:
+    if join or len(named) > 1 or None not in named or replicas is not None:
         from minillm.deploy.serving import serve_replicas
         from minillm.deploy.settings import models_of
 
         if list_profiles:
             raise ConfigError("--list-profiles looks at one model, without --replicas")
+        if join:
+            if model or model_option or replicas or of_model:
+                raise ConfigError("--join takes the models that are served in the cluster: name none")
+            serve_replicas(None, host=host, port=port, ray_address=ray_address, router=router, **options)
+            return
         _, engine = split(options)
         common = {"replicas": replicas or 1, "cpus": replica_cpus, "gpus": replica_gpus, "profile": profile}
         serve_replicas(
@@ -189,8 +197,8 @@ def serve(
             **{name: value for name, value in options.items() if name not in engine},
         )
         return
-    if of_model:
-        raise ConfigError("--set is for models that have replicas: add --replicas")
+    if of_model or ray_address:
+        raise ConfigError("--set and --ray-address are for models that have replicas: add --replicas")
     (model,) = named.values()
     if list_profiles:
         from minillm.advice import profiles

@@ -1,4 +1,4 @@
-"""What the commands share: options, errors, logs."""
+"""Shared by the commands: options, errors, logs."""
 
 import errno
 import functools
@@ -62,23 +62,23 @@ def one_model(argument: str | None, option: str | None) -> str | None:
     return argument or option
 
 
-def named_models(given: Sequence[str]) -> dict[str | None, str | None]:
+def named_models(texts: Sequence[str]) -> dict[str | None, str | None]:
     """Return models by the names that clients use, from arguments MODEL or NAME=MODEL; None: the model's own name.
 
     Without arguments there is one model, None, which is the embedded one. Raises ConfigError.
     """
-    found: dict[str | None, str | None] = {}
-    for text in given:
+    models: dict[str | None, str | None] = {}
+    for text in texts:
         before, equals, after = text.partition("=")
         name, model = (before, after) if equals and not Path(text).exists() else (None, text)
         if name == "" or model == "":
             raise ConfigError(f"{text!r} is not NAME=MODEL")
-        if found.get(name, model) != model:
+        if models.get(name, model) != model:
             raise ConfigError(
-                f"the model is given twice, as {found[name]!r} and as {model!r}: leave one out, or name both"
+                f"the model is given twice, as {models[name]!r} and as {model!r}: leave one out, or name both"
             )
-        found[name] = model
-    return found or {None: None}
+        models[name] = model
+    return models or {None: None}
 
 
 def with_names(models: Mapping[str | None, str | None], served_as: str | None = None) -> dict[str, str | None]:
@@ -132,26 +132,27 @@ def _given_as(field: Field) -> Any:
 def with_options(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option for each field of these dataclasses; it gets those that were set as keywords."""
 
-    def given(command: Callable[..., None]) -> Callable[..., None]:
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command)
         kept = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         offered = [field for config in configs for field in fields(config) if _given_as(field) is not None]
         parameters = [*kept, *map(_parameter, offered)]
+        defaults = {field.name: field.default for field in offered}
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            given = {field.name: values.pop(field.name) for field in offered}
-            given = {field.name: given[field.name] for field in offered if given[field.name] != field.default}
-            if given.get("quantization") == "auto":  # the log says what was chosen, and why
+            options = {field.name: values.pop(field.name) for field in offered}
+            options = {name: value for name, value in options.items() if value not in (defaults[name], [])}
+            if options.get("quantization") == "auto":  # the log says what was chosen, and why
                 show_logs(reports_to=sys.stderr)
             with friendly_errors():
-                command(**engine_options(given), **values)
+                command(**engine_options(options), **values)
 
         vars(run)["__signature__"] = own.replace(parameters=parameters)  # what typer makes the options from
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
 
-    return given
+    return decorated
 
 
 with_engine_options = with_options(EngineConfig)

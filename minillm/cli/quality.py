@@ -70,22 +70,22 @@ def evaluate(
         raise ConfigError("--seeds repeats the calibrations of --compare: give that too")
     if streaming and (compare or tasks):
         raise ConfigError("--streaming measures its own workload: leave --compare and --tasks out")
-    given = split_names([tasks or ""])
-    if compare and len(given) > 1:
-        raise ConfigError(f"--compare asks the questions of one task, not of {', '.join(given)}")
+    chosen = split_names([tasks or ""])
+    if compare and len(chosen) > 1:
+        raise ConfigError(f"--compare asks the questions of one task, not of {', '.join(chosen)}")
 
-    place = Path(resolve(model))
+    source = Path(resolve(model))
 
     def measured() -> Iterator[dict]:
         if streaming:
             yield from evaluate.streaming(model, **engine_options)
         elif compare:
-            task = {"task": given[0]} if given else {}
+            task = {"task": chosen[0]} if chosen else {}
             yield from evaluate.compare(
                 split_names(names or ()), model, limit=limit, seeds=seeds, **task, **engine_options
             )
         else:
-            workloads = evaluate.workloads(given) if given else None
+            workloads = evaluate.workloads(chosen) if chosen else None
             with LLM(model, **engine_options) as llm:
                 yield from evaluate.quality(llm, limit, workloads)
 
@@ -95,18 +95,18 @@ def evaluate(
     for result in measured():
         results.append(result)
         print(_losses(result) if compare else _quality(result), flush=True)
-    name = pretrained.model_name(place)
+    name = pretrained.model_name(source)
     content = records.record(results, begun, model=name)
-    if found := pretrained.origin(place):
-        content |= {"source": found.source, "rounded": found.rounded}
-        if found.remark:
-            print(f"{name}: {found.remark}")
+    if origin := pretrained.origin(source):
+        content |= {"source": origin.source, "rounded": origin.rounded}
+        if origin.remark:
+            print(f"{name}: {origin.remark}")
     records.publish(content, json_path)
 
 
-def split_names(given: Iterable[str]) -> list[str]:
+def split_names(texts: Iterable[str]) -> list[str]:
     """["int8,int4", "awq"] -> ["int8", "int4", "awq"]"""
-    return [name for each in given for name in each.split(",") if name]
+    return [name for each in texts for name in each.split(",") if name]
 
 
 def _quality(result: dict) -> str:
@@ -190,7 +190,7 @@ def quantize(
             raise ConfigError("--out is missing: name the directory to write")
         if (method is None) == (recipe is None):
             raise ConfigError(f"give --method or --recipe; methods are: {', '.join(methods.METHODS)}")
-        given: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "--group-size": group_size,
             "--zero-points": False if zero_points else None,
             "--act-order": act_order or None,
@@ -198,18 +198,18 @@ def quantize(
             "--static": static or None,
             "--sparsity": sparsity,
         }
-        given = {option: value for option, value in given.items() if value is not None}
+        parameters = {option: value for option, value in parameters.items() if value is not None}
         if recipe is not None:
-            if unused := [*given, *([] if head is None else ["--head"])]:
+            if unused := [*parameters, *([] if head is None else ["--head"])]:
                 raise ConfigError(f"--recipe leaves no use for {', '.join(unused)}: write that into the file")
             chosen = methods.MethodRecipe.read(recipe)
         else:
             own = methods.Method(method or "")
             taken = methods.PARAMETERS[own.name]
-            if unused := [option for option in given if PARAMETERS[option] not in taken]:
+            if unused := [option for option in parameters if PARAMETERS[option] not in taken]:
                 usable = ", ".join(option for option, name in PARAMETERS.items() if name in taken)
                 raise ConfigError(f"{method} has no use for {', '.join(unused)}; it takes: {usable or 'none of them'}")
-            own = replace(own, **{PARAMETERS[option]: value for option, value in given.items()})
+            own = replace(own, **{PARAMETERS[option]: value for option, value in parameters.items()})
             chosen = methods.MethodRecipe.of(own, head)
         done = quantize.quantize(
             model,

@@ -65,7 +65,7 @@ def report(
     def say(line: str) -> None:
         print(f"{time.perf_counter() - begin:5.0f} s  {line}", flush=True)
 
-    found = run(
+    report = run(
         model,
         out=out,
         quick=quick,
@@ -81,7 +81,7 @@ def report(
     )
     say("done")
     print(f"\n{out}: the report\n{out.with_suffix('.json')}: the record of all measurements")
-    for failure in found["failures"]:
+    for failure in report["failures"]:
         print(f"failed: {failure['part']} of {failure['version']}: {failure['error']}")
-    if found["failures"]:
+    if report["failures"]:
         raise typer.Exit(1)

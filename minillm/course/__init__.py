@@ -1,4 +1,4 @@
-"""What lessons use besides the engine: checkers of exercises, pictures, tiers, predictions, the doctor.
+"""For lessons, besides the engine: checkers of exercises, pictures, tiers, predictions, the doctor.
 
 What notebooks import belongs here, and what makes and grades them. What the engine needs does not.
 

@@ -210,7 +210,7 @@ def _cuda() -> Finding:
 
 
 def gpu_problem() -> str | None:
-    """Why lessons cannot run on the GPU that torch sees; None if they can."""
+    """Return why lessons cannot run on the GPU that torch sees; None if they can."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -223,7 +223,7 @@ def gpu_problem() -> str | None:
 
 
 def _load() -> Finding:
-    """What other programs take of the cores, measured for a moment in which this one does nothing."""
+    """Return what other programs take of the cores, measured for a moment in which this one does nothing."""
     total, available, others = len(cores.allowed()), cores.available(), OtherPrograms()
     time.sleep(LOAD_SECONDS)
     used = others.measure()
@@ -287,7 +287,7 @@ def _offers() -> Iterator[Finding]:
             yield Finding(offer.name, f"{offer.title}, {offer.purpose}: {command}")
             continue
         try:
-            where, fix = f"not in {_from_home(pretrained.place(offer).parent)}", f"`{offer.command}`"
+            where, fix = f"not in {_from_home(pretrained.folder_of(offer).parent)}", f"`{offer.command}`"
         except ConfigError:  # there is no home directory
             where, fix = "not here", f"set MINILLM_CACHE to a directory, then `{offer.command}`"
         yield Finding(offer.name, f"{offer.title} is {where}", "missing", fix)
@@ -334,7 +334,7 @@ def _gemma(used: bool) -> Finding:
 
 
 def _checkout() -> Iterator[Finding]:
-    """Whether this is a checkout without symbolic links, or a package that was built from one without its data."""
+    """Return whether this is a checkout without symbolic links, or a package built from one without its data."""
     if not (DATA.parent / "kernels").is_dir():
         yield Finding("package", f"{PACKAGE} has no kernels", "FAIL", "install it again from the project's folder")
     elif not LINKED:

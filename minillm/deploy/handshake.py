@@ -3,7 +3,8 @@
 Workers and replicas talk over TCP, so anything that reaches a replica's port can connect. Each end proves that it knows
 the secret by an HMAC over fresh random numbers of both ends, so a recorded exchange is of no use, and the secret is
 never sent here: workers learn it from Ray. The replica's id is part of it: a port that has passed to another replica is
-not mistaken for the first one.
+not mistaken for the first one. So is the worker's id, by which the replica knows whose places to give back once the
+worker is gone.
 
 What follows is neither encrypted nor signed. Use a network on which nobody else can read or change packets.
 """
@@ -17,14 +18,14 @@ from typing import NamedTuple
 from minillm.errors import MinillmError
 
 MAGIC = b"minillm replica 1\n"
-NONCE, PROOF = 32, 32  # bytes
+NONCE, PROOF, WORKER = 32, 32, 16  # bytes
 SECONDS = 10.0  # for the whole exchange
 # A peer that vanished, with its machine or its network, is noticed after IDLE + INTERVAL * PROBES seconds.
 IDLE, INTERVAL, PROBES = 5, 3, 3
 
 
 class Address(NamedTuple):
-    """Where a replica listens, and the secret that it drew: who reads it in Ray may connect."""
+    """The address of a replica, and the secret that it drew: who reads it in Ray may connect."""
 
     host: str
     port: int
@@ -40,15 +41,21 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def connect(address: Address, replica: str) -> socket.socket:
-    """Return a connection to a replica. Raises OSError, Stranger. Blocks."""
+def new_worker() -> str:
+    """Return an id for a worker."""
+    return secrets.token_hex(WORKER)
+
+
+def connect(address: Address, replica: str, worker: str) -> socket.socket:
+    """Return a connection to a replica. worker: this one's id. Raises OSError, Stranger. Blocks."""
     until = time.monotonic() + SECONDS
     secret = address.secret
     sock = socket.create_connection(address[:2], SECONDS)
     try:
         theirs = _receive(sock, len(MAGIC) + NONCE, until).removeprefix(MAGIC)
         ours = secrets.token_bytes(NONCE)
-        sock.sendall(ours + _proof(secret, b"worker", replica, theirs, ours))
+        me = bytes.fromhex(worker)
+        sock.sendall(ours + me + _proof(secret, b"worker", replica, theirs, ours, me))
         if not hmac.compare_digest(_receive(sock, PROOF, until), _proof(secret, b"replica", replica, theirs, ours)):
             raise Stranger(f"what listens at {address.host}:{address.port} is not replica {replica}")
         return _prepared(sock)
@@ -57,8 +64,8 @@ def connect(address: Address, replica: str) -> socket.socket:
         raise
 
 
-def accept(sock: socket.socket, secret: str, replica: str) -> socket.socket:
-    """Return a connection once its other end has proved that it knows the secret; close it if it has not.
+def accept(sock: socket.socket, secret: str, replica: str) -> tuple[socket.socket, str]:
+    """Return a connection and the worker's id, once it has proved that it knows the secret; close it if it has not.
 
     Raises OSError, Stranger. Blocks.
     """
@@ -67,19 +74,23 @@ def accept(sock: socket.socket, secret: str, replica: str) -> socket.socket:
         ours = secrets.token_bytes(NONCE)
         sock.settimeout(SECONDS)
         sock.sendall(MAGIC + ours)
-        theirs = _receive(sock, NONCE, until)
-        if not hmac.compare_digest(_receive(sock, PROOF, until), _proof(secret, b"worker", replica, ours, theirs)):
+        theirs, worker = _receive(sock, NONCE, until), _receive(sock, WORKER, until)
+        proof = _proof(secret, b"worker", replica, ours, theirs, worker)
+        if not hmac.compare_digest(_receive(sock, PROOF, until), proof):
             raise Stranger("a connection was refused: its other end does not know this replica's secret")
         sock.sendall(_proof(secret, b"replica", replica, ours, theirs))
-        return _prepared(sock)
+        return _prepared(sock), worker.hex()
     except BaseException:
         sock.close()
         raise
 
 
-def _proof(secret: str, end: bytes, replica: str, *nonces: bytes) -> bytes:
-    """Return the HMAC that one end sends. end: which one, so that neither can send the other's back."""
-    return hmac.digest(bytes.fromhex(secret), b"\0".join((end, replica.encode(), *nonces)), "sha256")
+def _proof(secret: str, end: bytes, replica: str, *fields: bytes) -> bytes:
+    """Return the HMAC that one end sends. end: which one, so that neither can send the other's back.
+
+    fields: the numbers of both ends, and the worker's id; each has a fixed length.
+    """
+    return hmac.digest(bytes.fromhex(secret), b"\0".join((end, replica.encode(), *fields)), "sha256")
 
 
 def _receive(sock: socket.socket, count: int, until: float) -> bytes:

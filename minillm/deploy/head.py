@@ -29,13 +29,13 @@ def environment(local: bool) -> None:
 
 def main() -> None:
     """Run a cluster until the owner says stop or is gone. Tells it the address: {"op": "ready", "address": ...}."""
-    given = control.given()
-    owner, over = given["control"], threading.Event()
+    arguments = control.arguments()
+    owner, over = arguments["control"], threading.Event()
     owner.listen(lambda message: over.set(), over.set)
     from .ray_serve import start_head
 
     try:
-        node = start_head(given["cpus"], given["folder"])
+        node = start_head(arguments["cpus"], arguments["folder"])
     except Exception as error:
         owner.send({"op": "failed", "why": str(error)})
         raise

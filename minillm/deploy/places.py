@@ -9,9 +9,10 @@ hardly any is reserved.
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any
+
+from minillm.server.worker.tasks import Tasks
 
 log = logging.getLogger(__name__)
 DELAY = 0.05  # seconds: first tokens that come sooner have the processor for themselves
@@ -19,9 +20,9 @@ KEEP = 1.0  # seconds
 ATTEMPT = 10.0  # seconds for a replica to answer
 AT_ONCE = 4  # reservations on a replica
 
-# Reserves a place on a replica for as long as the block lasts. Gives the name of the one that the place is on, which is
-# another one if that replica takes no requests any more.
-Reserve = Callable[[str], AbstractAsyncContextManager[str]]
+# Reserves a place on a replica for a worker, by its id, for as long as the block lasts. Gives the name of the one that
+# the place is on, which is another one if that replica takes no requests any more.
+Reserve = Callable[[str, str], AbstractAsyncContextManager[str]]
 
 
 class _Replica:
@@ -39,16 +40,23 @@ class _Replica:
 
 
 class HeldPlaces:
-    """The places of one HTTP worker on the replicas of a model. silent: called with a replica that does not answer."""
+    """The places of one HTTP worker on the replicas of a model.
 
-    def __init__(self, reserve: Reserve, silent: Callable[[str], object] = lambda replica: None):
-        self._reserve, self._silent = reserve, silent
+    worker: its id, by which a replica gives its places back if it is killed. silent: called with a replica that does
+    not answer.
+    """
+
+    def __init__(self, reserve: Reserve, worker: str, silent: Callable[[str], object] = lambda replica: None):
+        self._reserve, self._worker, self._silent = reserve, worker, silent
         self._replicas: defaultdict[str, _Replica] = defaultdict(_Replica)
         self._listed: Collection[str] = ()
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks = Tasks()
 
     def listed(self, names: Collection[str]) -> None:
-        """Take note of all replicas that accept requests. No place is kept on others, which Ray is about to end."""
+        """Take note of all replicas that take requests from here. No place is kept on others.
+
+        Those are about to end, or have given the places back, as this worker's connection to them broke.
+        """
         self._listed = set(names)
         for name in list(self._replicas):
             self._settle(name)
@@ -72,7 +80,7 @@ class HeldPlaces:
         for _ in range(self._replicas[name].missing if name in self._replicas else 0):
             replica = self._replicas[name]
             replica.reserving += 1
-            self._task(self._enter(name))
+            self._tasks.start(self._enter(name))
 
     async def _enter(self, name: str) -> None:
         replica, place = self._replicas[name], AsyncExitStack()
@@ -80,8 +88,8 @@ class HeldPlaces:
             async with replica.at_once:
                 if replica.requests > len(replica.held):
                     async with asyncio.timeout(ATTEMPT):
-                        found = await place.enter_async_context(self._reserve(name))
-                    if found == name:
+                        taken_on = await place.enter_async_context(self._reserve(name, self._worker))
+                    if taken_on == name:
                         replica.held.append(place.pop_all())
         except TimeoutError:
             self._silent(name)
@@ -102,12 +110,6 @@ class HeldPlaces:
             replica.spare.append((now + KEEP, replica.held.pop()))
             loop.call_later(KEEP, self._settle, name)
         while replica.spare and (replica.spare[0][0] <= now or name not in self._listed):
-            self._task(replica.spare.popleft()[1].aclose())
+            self._tasks.start(replica.spare.popleft()[1].aclose())
         if not (replica.requests or replica.reserving or replica.held or replica.spare):
             del self._replicas[name]
-
-    def _task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task, which is kept until it is done."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -19,10 +19,10 @@ def find_policy(name: str) -> Policy:
     if not module or not function:
         raise ConfigError(f"router must be {ways}, not {shown(name)}")
     try:
-        found = getattr(import_module(module), function)
+        imported = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"router {shown(name)} cannot be imported ({error}): name {ways}") from None
-    if not callable(found):
+    if not callable(imported):
         raise ConfigError(f"router {shown(name)} is no function: name {ways}")
-    policy: Policy = found
+    policy: Policy = imported
     return policy

@@ -4,19 +4,21 @@ This is the only module that imports Ray. Some of its interfaces are alpha, and 
 is required. Call `head.environment` before it is imported: Ray reads the environment then.
 """
 
+import asyncio
 import logging
 import re
-import socket
 import warnings
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
+from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.worker import global_worker
 from ray._raylet import (
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
@@ -30,6 +32,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from minillm.errors import ConfigError
+from minillm.server.config import ServerConfig
 from minillm.server.ledger import Families
 
 from . import replicas as replicas_module
@@ -37,11 +40,14 @@ from . import scaling
 from .handshake import Address
 from .ingress import Ingress
 from .places import Reserve
+from .ports import free_ports
 from .replica import ENGINE, EngineDoor, ReplicaFailed
 from .replicas import Listed
 from .scaling import ReplicaLoad
 
+log = logging.getLogger(__name__)
 VERSION = "2.60."
+APPLICATION = "minillm:"  # before a model's name
 DEPLOYMENT = "replica"
 # The engine refuses what is too much, with a Retry-After. Ray would let it wait.
 NO_LIMIT = 1_000_000
@@ -53,6 +59,7 @@ AGENTS = {  # where a node keeps the port of each of its agents -> the parameter
     RUNTIME_ENV_AGENT_PORT_NAME: "runtime_env_agent_port",
 }
 ATTEMPTS = 2  # to start a replica that has failed to start
+QUIET = {"enable_access_log": False}  # of Ray, which would write a line for each report; minillm has its own
 
 if not ray.__version__.startswith(VERSION):
     raise ConfigError(f"replicas need Ray {VERSION}x, and {ray.__version__} is installed: pip install 'minillm[ray]'")
@@ -80,11 +87,45 @@ class Placement:
 
     @property
     def application(self) -> str:
-        return f"minillm:{self.name}"
+        return APPLICATION + self.name
+
+
+class Slots:
+    """The places on this replica, by the worker that reserved them.
+
+    Serve counts a place until it is given back, so for ever if the process that reserved it is killed. replica: what
+    Serve runs in this process.
+    """
+
+    def __init__(self, replica: Any):
+        self._replica, self._reserve = replica, replica.reserve_slot
+        self._holders: dict[str, str] = {}  # of each place
+        self._loop: asyncio.AbstractEventLoop | None = None
+        replica.reserve_slot = self.reserve
+
+    async def reserve(self, metadata: Any, place: str) -> tuple[bool, int]:
+        """Reserve a place as Serve does. metadata: has the id of the worker, in a field that Serve does not use."""
+        self._loop = asyncio.get_running_loop()
+        answer: tuple[bool, int] = await self._reserve(metadata, place)
+        if metadata.session_id:
+            self._holders[place] = metadata.session_id
+        return answer
+
+    def keep(self, workers: Collection[str]) -> None:
+        """Give back the places of all other workers. On any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._keep, workers)
+
+    def _keep(self, workers: Collection[str]) -> None:
+        for place, worker in list(self._holders.items()):
+            if worker not in workers:
+                self._replica.release_slot(place)  # without effect if the worker has given it back
+        held = self._replica._reserved_slots
+        self._holders = {place: worker for place, worker in self._holders.items() if place in held}
 
 
 class Replica:
-    """What Ray starts, watches and replaces: a process that owns an engine's, and never imports torch."""
+    """Started, watched and replaced by Ray: a process that owns an engine's, and never imports torch."""
 
     def __init__(self, placement: Placement):
         self.name = serve.get_replica_context().replica_id.unique_id
@@ -96,13 +137,16 @@ class Replica:
             hang_timeout=placement.hang_timeout,
             load_timeout=placement.load_timeout,
         )
+        (actor,) = global_worker.actors.values()
+        self._slots = Slots(actor._replica_impl)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return what workers need to connect."""
         return self.door.address._asdict()
 
     def check_health(self) -> None:
-        """Raise if the engine has ended or is stuck; then Ray replaces this replica."""
+        """Raise if the engine has ended or is stuck; then Ray replaces this replica. Called every HEALTH_PERIOD."""
+        self._slots.keep(self.door.workers)
         self.door.check()
 
     def counted(self) -> tuple[str, Families]:
@@ -160,11 +204,7 @@ class PatientNode(Node):
 
 def agent_ports() -> dict[str, int]:
     """Return free ports for the agents of a node, by the parameters that choose them."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in AGENTS]
-    ports = {name: each.getsockname()[1] for name, each in zip(AGENTS.values(), held, strict=True)}
-    for each in held:
-        each.close()
-    return ports
+    return dict(zip(AGENTS.values(), free_ports(len(AGENTS)), strict=True))
 
 
 def start_head(cpus: int, folder: str) -> Node:
@@ -172,8 +212,8 @@ def start_head(cpus: int, folder: str) -> Node:
 
     cpus: those that replicas can use. folder: for its logs and sockets.
     """
-    given = {"num_cpus": cpus, "temp_dir": folder, "gcs_server_port": 0} | agent_ports()
-    parameters = RayParams(include_dashboard=False, no_monitor=True, include_log_monitor=False, **given)
+    chosen = {"num_cpus": cpus, "temp_dir": folder, "gcs_server_port": 0} | agent_ports()
+    parameters = RayParams(include_dashboard=False, no_monitor=True, include_log_monitor=False, **chosen)
     return PatientNode(parameters, head=True, shutdown_at_exit=True, spawn_reaper=True)
 
 
@@ -190,8 +230,18 @@ def leave() -> None:
 
 
 def resources() -> Mapping[str, float]:
-    """Return what the cluster has in all: "CPU", "GPU" and others."""
-    return ray.cluster_resources()
+    """Return what the cluster has in all: "CPU", "GPU" and others; this machine's GPUs before Ray is connected.
+
+    `serve run` makes the application first, and connects to Ray then.
+    """
+    if ray.is_initialized():
+        return ray.cluster_resources()
+    return {"GPU": get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators()}
+
+
+def nodes() -> list[Mapping[str, float]]:
+    """Return what each machine of the cluster has."""
+    return [each["Resources"] for each in ray.nodes() if each["Alive"]]
 
 
 def bound(placement: Placement, name: str = DEPLOYMENT) -> Application:
@@ -211,6 +261,7 @@ def bound(placement: Placement, name: str = DEPLOYMENT) -> Application:
         request_router_config=router,
         health_check_period_s=HEALTH_PERIOD,
         graceful_shutdown_timeout_s=placement.shutdown_grace,
+        logging_config=QUIET,
         max_constructor_retry_count=ATTEMPTS,
     ).bind(placement)
 
@@ -245,14 +296,24 @@ def deploy(placements: Sequence[Placement]) -> None:
 def _why_not() -> str:
     """Return what replicas that could not start have said."""
     told = (each.message for app in serve.status().applications.values() for each in app.deployments.values())
-    found = (re.search(rf"{ReplicaFailed.__name__}: (.+)", text) for text in told)
-    return "; ".join(dict.fromkeys(each[1] for each in found if each))
+    matches = (re.search(rf"{ReplicaFailed.__name__}: (.+)", text) for text in told)
+    return "; ".join(dict.fromkeys(each[1] for each in matches if each))
 
 
 def remove(placements: Sequence[Placement]) -> None:
-    """End the replicas, once they have no requests or their grace period is over."""
-    for each in placements:
-        serve.delete(each.application)
+    """End the replicas, once they have no requests or their grace period is over. Waits for a minute at most."""
+    for blocking in (False, True):  # so that all of them end at the same time
+        for each in placements:
+            try:
+                serve.delete(each.application, _blocking=blocking)
+            except TimeoutError:
+                log.warning("the replicas of %s still have requests; Ray ends them later", each.name)
+
+
+def applications() -> dict[str, str]:
+    """Return the applications that `deploy` has started in this cluster, by their models' names."""
+    running = serve.status().applications
+    return {each.removeprefix(APPLICATION): each for each in running if each.startswith(APPLICATION)}
 
 
 def handle_of(application: str) -> DeploymentHandle:
@@ -266,8 +327,8 @@ def reserver(handle: DeploymentHandle, listed: Listed) -> Reserve:
     handle = handle.options(stream=False)  # begins to listen, too
 
     @asynccontextmanager
-    async def reserve(name: str) -> AsyncIterator[str]:
-        async with handle.choose_replica(name) as chosen:
+    async def reserve(name: str, worker: str) -> AsyncIterator[str]:
+        async with handle.options(session_id=worker).choose_replica(name) as chosen:
             yield chosen.replica_id
 
     return reserve
@@ -285,10 +346,12 @@ class Counts:
 
 
 class ProxiedWorker:
-    """What Ray starts to take HTTP from its proxy. The other arguments are those of `Ingress`."""
+    """Started by Ray to take HTTP from its proxy. The other arguments are those of `Ingress`."""
 
-    async def __init__(self, router: str, host: str, *replicas: DeploymentHandle):  # type: ignore[misc]  # Ray awaits it
-        self._ingress = Ingress(router, host, list(replicas), reserver, Counts)
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, router: str, host: str, config: ServerConfig, *replicas: DeploymentHandle
+    ):
+        self._ingress = Ingress(router, host, config, list(replicas), reserver, Counts)
         self._app = await self._ingress.app()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -301,15 +364,19 @@ class ProxiedWorker:
             self._ingress.close()
 
 
-def with_ingress(placements: Sequence[Placement], workers: int, router: str, host: str, grace: float) -> Application:
+def with_ingress(
+    placements: Sequence[Placement], workers: int, router: str, host: str, config: ServerConfig
+) -> Application:
     """Return an application of all models, behind Ray's proxy. The other arguments are those of `Ingress`."""
     replicas = [bound(each, f"{DEPLOYMENT}-{each.name.replace('/', '-')}") for each in placements]
     front = serve.deployment(
         serve.ingress()(ProxiedWorker),
         name="front",
         num_replicas=workers,
+        max_surge_percent=100,  # in an update, new ones start before the old ones end, which their streams hold up
         max_ongoing_requests=NO_LIMIT,
-        ray_actor_options={"num_cpus": 0.1},
-        graceful_shutdown_timeout_s=grace,
+        ray_actor_options={"num_cpus": 0},  # there is room for it next to any replicas, as for Ray's proxy
+        graceful_shutdown_timeout_s=config.shutdown_grace,
+        logging_config=QUIET,
     )
-    return front.bind(router, host, *replicas)
+    return front.bind(router, host, config, *replicas)

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 
 from minillm.errors import MinillmError
 from minillm.server.control import Child
@@ -50,6 +51,8 @@ class EngineDoor:
         self._why: str | None = None  # the engine's error
         self._working = 0.0  # seconds that it had been in the same step at its last report
         self._heard = time.monotonic()
+        self._connections = Counter[str]()  # of each worker, by its id
+        self._counting = threading.Lock()
         self._ready, self._ended = threading.Event(), threading.Event()
         self._strangers = threading.Semaphore(AT_ONCE)
         self._child = Child(engine, {"options": options})
@@ -72,6 +75,12 @@ class EngineDoor:
         if max(silent, self._working) > self._hang_timeout:
             raise ReplicaFailed(f"the engine has been stuck for {max(silent, self._working):.0f} s (hang_timeout)")
 
+    @property
+    def workers(self) -> set[str]:
+        """Return the ids of the workers that are connected."""
+        with self._counting:
+            return {worker for worker, count in self._connections.items() if count > 0}
+
     def close(self) -> None:
         """End the engine's process; what runs is aborted."""
         if hasattr(self, "_listener"):
@@ -85,12 +94,14 @@ class EngineDoor:
     # ---- on the thread that reads the engine's control socket
 
     def _told(self, message: dict) -> None:
-        self._heard, self._working = time.monotonic(), message.get("working", 0.0)
+        self._heard, self._working = time.monotonic(), message.get("working", self._working)
         self.counted, self.stats = message.get("counted", self.counted), message.get("stats", self.stats)
         if message["op"] == "failed":
             self._why = message["why"]
         elif message["op"] == "ready":
             self._ready.set()
+        elif message["op"] == "left":
+            self._count(message["id"], -1)
 
     def _gone(self) -> None:
         self._ended.set()
@@ -113,11 +124,19 @@ class EngineDoor:
     def _let_in(self, sock: socket.socket) -> None:
         """Hand a connection to the engine's process, if its other end knows the secret."""
         try:
-            with handshake.accept(sock, self.address.secret, self.replica) as worker:
-                self._child.control.send({"op": "worker"}, worker)
+            sock, worker = handshake.accept(sock, self.address.secret, self.replica)
+            with sock:
+                self._count(worker, 1)
+                self._child.control.send({"op": "worker", "id": worker}, sock)
         except Stranger as error:
             log.warning("%s", error)
         except OSError as error:
             log.info("a connection ended before it was let in (%s)", error)
         finally:
             self._strangers.release()
+
+    def _count(self, worker: str, more: int) -> None:
+        with self._counting:
+            self._connections[worker] += more
+            if not self._connections[worker]:
+                del self._connections[worker]

@@ -11,7 +11,7 @@ import base64
 import logging
 import random
 from array import array
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,13 +20,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from minillm.errors import InvalidRequest
 from minillm.kv_cache.block_pool import prefix_keys
-from minillm.request import RequestOptions, SamplingParams
+from minillm.prompts import EmbeddedPrompt
+from minillm.request import RequestOptions, SamplingParams, prefix_identity
 from minillm.server.ledger import Families, summed
 from minillm.server.limits import HEALTH
 from minillm.server.wire import (
     NUMBER,
     Abort,
+    Adapters,
     Alive,
     Event,
     FromWorker,
@@ -42,7 +45,9 @@ from minillm.server.wire import (
 )
 from minillm.server.worker.choice import ONLY_TOKENS, Choice
 from minillm.server.worker.link import EngineClient, EngineError, EngineGone, RemoteEngine, changed_fields
+from minillm.server.worker.tasks import Tasks
 from minillm.tokenizer import Tokenizer
+from minillm.values import shown
 
 from . import handshake
 from .handshake import Address, Stranger
@@ -55,6 +60,7 @@ WAIT = 120.0  # seconds that a request waits for a replica, if there is none
 MOVES = 2  # so often a request goes on elsewhere: one that ends every replica must not end them all
 AGAIN = 0.5  # seconds until a request that was moved to a busy replica is submitted again
 RETRY, SLOWEST = 0.05, 2.0  # seconds between attempts to connect, or to choose; doubled each time, up to the second
+PATIENCE = 8  # failed attempts to connect until that is said
 RETRY_AFTER = 5  # seconds, for clients, while no replica runs
 RUN_OR_WAIT = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -67,7 +73,8 @@ LISTENERS: dict[tuple[str, str], Listed] = {}  # by Ray's application and deploy
 class _Request:
     """A request that runs on a replica, or waits for one.
 
-    seeds: of each choice, None for greedy ones. prompt: tokens of its prompts; keys: those of the first one's blocks.
+    seeds: of each choice, None for greedy ones. prompt: tokens of its prompts. ids: those of the first one, if prefixes
+    are shared. keys: those of its blocks, by what else identifies a prefix on a replica (`_Replica.identity`).
     """
 
     submit: Submit
@@ -77,7 +84,8 @@ class _Request:
     queue: asyncio.Queue
     seeds: dict[int, int | None]
     prompt: int
-    keys: list[bytes]
+    ids: np.ndarray
+    keys: dict[tuple, list[bytes]] = field(default_factory=dict)
     replica: "_Replica | None" = None
     moves: int = 0
     over: bool = False
@@ -94,9 +102,24 @@ class _Replica(RemoteEngine):
     """The connection to a replica. What it reports of choices goes to the engine of all replicas."""
 
     def __init__(self, engine: "ReplicatedEngine", name: str):
-        super().__init__(lambda: engine.lost(self))
+        super().__init__(self._end_here)
         self.engine, self.name = engine, name
         self.requests: set[_Request] = set()
+        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # whether it had said hello
+
+    def has(self, adapter: str | None) -> bool:
+        """Return whether requests may name this adapter here, or none."""
+        return adapter is None or adapter in self.facts.adapters
+
+    def identity(self, options: RequestOptions) -> tuple[str | int, ...]:
+        """Return what identifies a request's prefix here besides its content: its engine's own tuple.
+
+        Workers do not know a soft prompt's embeddings, so its name stands for them: it means the same as long as the
+        replica runs.
+        """
+        load = self.facts.adapters.get(options.adapter or "", 0)
+        found = prefix_identity(options, load, self.facts.cache_dtype)
+        return found if load or options.adapter is None else (*found, options.adapter)
 
     def receive(self, message: Message) -> None:
         if isinstance(message, (Hello, Reply)):
@@ -111,11 +134,16 @@ class _Replica(RemoteEngine):
     def close(self) -> None:
         """Close the connection."""
         self._lose()
-        self.engine.lost(self)
+        self._end_here()
 
     def _meet(self, hello: Hello) -> None:
         self.facts = hello.facts
         self.engine.met(self, hello)
+
+    def _end_here(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(hasattr(self, "facts"))
+        self.engine.lost(self)
 
 
 class ReplicatedEngine(EngineClient):
@@ -134,15 +162,18 @@ class ReplicatedEngine(EngineClient):
     ):
         super().__init__()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._policy, self._moved, self._tell = policy, moved, tell
-        self._places = HeldPlaces(reserve, self._avoid)
+        self._moved, self._tell = moved, tell
+        self._me = handshake.new_worker()
+        self._places = HeldPlaces(reserve, self._me, self._avoid)
+        self._router = Router(1, policy)  # the size of a block is known once a replica is connected
         self._listed: dict[str, Address] = {}
         self._replicas: dict[str, _Replica] = {}  # those that are connected
-        self._reaching: dict[str, asyncio.Task] = {}
+        self._keeping: dict[str, asyncio.Task] = {}  # what keeps the connection to each replica
         self._requests: dict[int, _Request] = {}  # by the keys of their choices
-        self._tasks: set[asyncio.Task] = set()  # of requests and of connections that are made
+        self._tasks = Tasks()  # of requests and of connections
         self._others: dict[tuple[int, str], int] = {}  # another worker, a replica -> requests that it has there
         self._avoided: dict[str, float] = {}  # until when, by the loop's clock
+        self._broken: set[str] = set()  # replicas whose engine can run no more, while they are listed
         self._changed = asyncio.Event()  # set, and replaced, when there are other replicas to choose from
 
     # ---- the replicas
@@ -154,50 +185,70 @@ class ReplicatedEngine(EngineClient):
     def listed(self, addresses: Mapping[str, Address]) -> None:
         """Take note of all replicas that accept requests now, and connect to the new ones."""
         self._listed = dict(addresses)
-        self._places.listed(addresses)
+        self._others = {pair: count for pair, count in self._others.items() if pair[1] in addresses}
+        self._broken &= addresses.keys()
         for name in addresses:
-            self._reach(name)
+            self._keep(name)
         self._wake()
 
     def _wake(self) -> None:
-        """Have requests that wait for a replica choose again."""
+        """Have requests that wait for a replica choose again, now that there are others."""
+        self._places.listed(self._listed.keys() & self._replicas.keys())
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _avoid(self, name: str) -> None:
         self._avoided[name] = asyncio.get_running_loop().time() + AVOID
 
-    def _reach(self, name: str) -> None:
-        if name in self._listed and name not in self._reaching and name not in self._replicas:
-            task = self._reaching[name] = self._task(self._connect(name))
-            task.add_done_callback(lambda _: self._reaching.pop(name, None))
-
-    async def _connect(self, name: str) -> None:
-        """Connect to a replica, once it can be reached, unless it is no longer listed."""
-        delay = RETRY
-        while name in self._listed:
+    async def _keep_connected(self, name: str) -> None:
+        """Keep a connection to a replica as long as it is listed, and then until it closes the connection."""
+        failures, delay = 0, RETRY
+        while self._wanted(name):
+            address, replica = self._listed[name], _Replica(self, name)
             try:
-                sock = await asyncio.to_thread(handshake.connect, self._listed[name], name)
+                sock = await asyncio.to_thread(handshake.connect, address, name, self._me)
+                sock.setblocking(False)
+                await replica.connect(sock)
+                greeted, why = await replica.ended, "it has closed the connection"
             except (OSError, Stranger) as error:
-                log.info("replica %s cannot be reached: %s", name, error)
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, SLOWEST)
-                continue
-            sock.setblocking(False)
-            await _Replica(self, name).connect(sock)
+                greeted, why = False, str(error)
+            finally:
+                replica.close()
+            failures = 0 if greeted else failures + 1
+            if failures == PATIENCE:  # a replica that has just ended is listed for a moment, too
+                log.warning("replica %s cannot be reached at %s:%d: %s", name, address.host, address.port, why)
+            delay = RETRY if greeted else min(2 * delay, SLOWEST)
+            await asyncio.sleep(delay)
+
+    def _wanted(self, name: str) -> bool:
+        return name in self._listed and name not in self._broken
+
+    def _keep(self, name: str) -> None:
+        if self._wanted(name) and name not in self._keeping:
+            self._keeping[name] = self._tasks.start(self._keep_connected(name))
+            self._keeping[name].add_done_callback(partial(self._kept, name))
+
+    def _kept(self, name: str, task: asyncio.Task) -> None:
+        del self._keeping[name]
+        if task.cancelled():
             return
+        if (error := task.exception()) is not None:
+            log.error("the connection to replica %s is given up", name, exc_info=error)
+        else:
+            self._keep(name)  # it may have been listed again just now
 
     def met(self, replica: _Replica, hello: Hello) -> None:
         """Use a replica that has said hello."""
-        facts = hello.facts
+        facts = hello.facts  # in an update, the newest replica's
+        some = facts.takes_adapters or any(each.facts.takes_adapters for each in self._replicas.values())
+        self.facts = replace(facts, takes_adapters=some)
+        self._router.block_size = max(facts.block_size, 1)
         if not self.connected.done():
             try:
                 self.tokenizer = Tokenizer.from_pretrained(Path(hello.tokenizer)) if hello.tokenizer else None
             except Exception as error:
                 self.connected.set_exception(error)
                 return
-            self.facts = facts
-            self._router = Router(max(facts.block_size, 1), self._policy)
             self.connected.set_result(None)
         self._router.join(replica.name, facts.prefix_blocks)
         self._replicas[replica.name] = replica
@@ -214,13 +265,13 @@ class ReplicatedEngine(EngineClient):
             log.warning("replica %s is lost; %d requests go on elsewhere", replica.name, len(replica.requests))
         for request in replica.requests:
             request.turn.set()
-        self._reach(replica.name)  # it may only have been the network
+        self._wake()
 
     def close(self) -> None:
         """Disconnect from all replicas, for good."""
         self._listed = {}
         self._places.listed(())
-        for task in self._reaching.values():
+        for task in self._keeping.values():
             task.cancel()
         for replica in list(self._replicas.values()):
             replica.close()
@@ -243,6 +294,8 @@ class ReplicatedEngine(EngineClient):
         keys = range(submit.key, submit.key + len(submit.prompts) * submit.n)
         choices = {key: self._choices[key][0] for key in keys}
         options, first = RequestOptions(**submit.options), submit.prompts[0].length or 0
+        if not any(each.has(options.adapter) for each in self._replicas.values()):
+            raise InvalidRequest(f"adapter {shown(options.adapter)} is not loaded in any replica")
         sharing = self.facts.prefix_blocks and options.use_prefix_cache
         ids = np.asarray(submit.numbers[:first]) if sharing else np.zeros(0, np.int32)
         request = _Request(
@@ -253,10 +306,10 @@ class ReplicatedEngine(EngineClient):
             self._choices[submit.key][1],
             _seeds(params, submit),
             len(submit.numbers),
-            prefix_keys(ids, self._router.block_size, options.cache_key),
+            ids,
         )
         self._requests |= dict.fromkeys(keys, request)
-        request.task = self._task(self._run(request))
+        request.task = self._tasks.start(self._run(request))
 
     def _end(self, keys: Iterable[int]) -> None:
         keys = list(keys)
@@ -301,24 +354,28 @@ class ReplicatedEngine(EngineClient):
 
     def _choose(self, request: _Request) -> "_Replica | None":
         """Return the best replica for a request. Returns None if there is none, or the policy wants none now."""
-        running = {name: len(self._replicas[name].requests) for name in self._listed if name in self._replicas}
+        there = {name: self._replicas[name] for name in self._listed if name in self._replicas}
+        fitting = {name: each for name, each in there.items() if each.has(request.options.adapter)}
+        running = {name: len(each.requests) for name, each in fitting.items()}
         for (_, name), count in self._others.items():
             if name in running:
                 running[name] += count
-        found = self._router.order(request.prompt, request.keys, list(running), running)
+        keys = {name: self._keys_on(each, request) for name, each in fitting.items()}
+        ordered = self._router.order(request.prompt, keys, list(running), running)
         now = asyncio.get_running_loop().time()
-        return self._replicas[min(found, key=lambda name: self._avoided.get(name, 0) > now)] if found else None
+        return self._replicas[min(ordered, key=lambda name: self._avoided.get(name, 0) > now)] if ordered else None
 
     async def _run_on(self, replica: _Replica, request: _Request) -> None:
         """Run a request on a replica until it is over or the replica is lost."""
-        routed = self._router.begin(replica.name, request.prompt, request.keys)
+        keys = self._keys_on(replica, request)
+        routed = self._router.begin(replica.name, request.prompt, keys)
         request.replica, request.turn = replica, asyncio.Event()
         replica.requests.add(request)
         self._places.take(replica.name)
         try:
             for submit in self._submissions(request):
                 replica.send(submit)
-            self._tell_of(replica, request.keys)
+            self._tell_of(replica, keys)
             await request.turn.wait()
         except EngineGone:  # it is lost just now
             pass
@@ -330,24 +387,32 @@ class ReplicatedEngine(EngineClient):
 
     def _leave(self, replica: _Replica, routed: Routed, request: _Request) -> None:
         """Tell the routers what the request leaves in the replica's cache."""
-        keys = request.keys
+        keys = self._keys_on(replica, request)
         if keys:
             done = request.choices[request.submit.key].completion
             ids = np.array(done.prompt_token_ids + done.token_ids, np.int32)
-            keys = prefix_keys(ids, self._router.block_size, request.options.cache_key, keys)
+            keys = self._prefix_keys(request.submit, ids, replica.identity(request.options), keys)
         self._tell_of(replica, keys)
         self._router.end(routed, len(request.answer), keys)
+
+    def _keys_on(self, replica: _Replica, request: _Request) -> list[bytes]:
+        """Return the keys of the blocks of a request's first prompt, as a replica's cache has them."""
+        identity = replica.identity(request.options)
+        if identity not in request.keys:
+            request.keys[identity] = self._prefix_keys(request.submit, request.ids, identity)
+        return request.keys[identity]
+
+    def _prefix_keys(
+        self, submit: Submit, ids: np.ndarray, identity: tuple[str | int, ...], known: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Return the keys of the blocks of a submission's first prompt, and of what follows it in `ids`."""
+        read = submit.prompts[0].embedded(ids, self.facts.hidden_size, self.facts.dtype)
+        embeddings = read.embeddings if isinstance(read, EmbeddedPrompt) and len(ids) else None
+        return prefix_keys(ids, self._router.block_size, identity, known, embeddings)
 
     def _tell_of(self, replica: _Replica, keys: Sequence[bytes]) -> None:
         told = base64.b64encode(b"".join(keys)).decode()
         self._tell({"replica": replica.name, "keys": told, "requests": len(replica.requests)})
-
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
-        """Start a task, which is kept until it is done."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _move(self, request: _Request) -> None:
         """Prepare a request to go on elsewhere. Raises EngineGone if it cannot."""
@@ -404,16 +469,31 @@ class ReplicatedEngine(EngineClient):
         changed = changed_fields(params)
         if self.tokenizer is not None:  # stop strings are found here
             changed.pop("stop", None)
-        form = PromptForm(len(done.prompt_token_ids) + sent)
+        form = submit.prompts[(key - submit.key) // submit.n]
+        form = PromptForm(len(done.prompt_token_ids) + sent, values=form.values)
         numbers = array(NUMBER, done.prompt_token_ids + done.token_ids)
         return replace(submit, key=key, prompts=[form], params=changed, n=1, numbers=numbers)
 
     # ---- messages from replicas
 
     def _gained(self, key: int, ids: list[int], event: Event = ONLY_TOKENS) -> None:
+        if event.failure is not None and event.failure.kind == "lost":
+            self._break(key, event.failure.message)
+            return
         if event is not ONLY_TOKENS and key in self._choices and self._choices[key][0].completion.token_ids:
             event = event._replace(cached=0, prompt_logprobs=None)  # the first replica has reported them
         super()._gained(key, ids, event)
+
+    def _break(self, key: int, why: str) -> None:
+        """Use no more the replica that runs a choice: its engine has failed for good, and its process is about to end.
+
+        All its requests go on elsewhere.
+        """
+        request = self._requests.get(key)
+        if request is not None and request.replica is not None and request.replica.alive:
+            log.warning("replica %s has failed: %s", request.replica.name, why)
+            self._broken.add(request.replica.name)
+            request.replica.close()
 
     def _refuse(self, refused: Refused) -> None:
         request = self._requests.get(refused.key)
@@ -433,22 +513,28 @@ class ReplicatedEngine(EngineClient):
         replicas = list(self._replicas.values())
         if not replicas:
             raise self._none()
+        if isinstance(question, Adapters):
+            names: Any = list(dict.fromkeys(name for each in replicas for name in each.facts.adapters))
+            return names
         if not isinstance(question, (Alive, Gauges)):
-            return await replicas[0].ask(question)
+            for each in replicas:
+                with suppress(EngineGone):
+                    return await each.ask(question)
+            raise self._none()
         answers = await asyncio.gather(*(_ask(each, question) for each in replicas))
-        found = {replica.name: answer for replica, answer in zip(replicas, answers, strict=True) if answer}
-        answer: Any = bool(found) if isinstance(question, Alive) else self._gauges(found)
+        by_name = {replica.name: answer for replica, answer in zip(replicas, answers, strict=True) if answer}
+        answer: Any = bool(by_name) if isinstance(question, Alive) else self._gauges(by_name)
         return answer
 
-    def _gauges(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Return the gauges of all replicas. found: those of each, by its name."""
-        alive, model = [name for name, each in found.items() if each["alive"]], {"model_name": self.facts.name}
+    def _gauges(self, by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the gauges of all replicas. by_name: those of each."""
+        alive, model = [name for name, each in by_name.items() if each["alive"]], {"model_name": self.facts.name}
         up, held = "minillm_replicas_up", "minillm_replica_requests"
-        requests = [[held, model | {"replica": name}, _requests(each["families"])] for name, each in found.items()]
+        requests = [[held, model | {"replica": name}, _requests(each["families"])] for name, each in by_name.items()]
         families = [
             [up, "gauge", "Replicas that accept requests", [[up, model, sum(name in self._listed for name in alive)]]],
             [held, "gauge", "Requests that run or wait on a replica", requests],
-            *joined(*(each["families"] for each in found.values())),
+            *joined(*(each["families"] for each in by_name.values())),
         ]
         return {"alive": bool(alive), "families": families}
 
@@ -469,20 +555,20 @@ def _requests(families: Families) -> float:
 
 def joined(*each: Families) -> Families:
     """Return the gauges of all replicas: shares are averaged, facts stay as they are, all others are added."""
-    found = summed(*each)
-    for name, _, _, samples in found:
+    families = summed(*each)
+    for name, _, _, samples in families:
         for sample in samples if name.endswith(("_perc", "_info")) else ():
             sample[2] = sample[2] / len(each) if name.endswith("_perc") else 1
-    return found
+    return families
 
 
 def _seeds(params: SamplingParams, submit: Submit) -> dict[int, int | None]:
     """Return the seed of each choice, by its key: drawn here if the request has none, since replicas draw others."""
     seeds: dict[int, int | None] = {}
-    for place in range(len(submit.prompts)):
+    for index in range(len(submit.prompts)):
         base = params.seed if params.seed is not None else random.getrandbits(62)
         for i in range(submit.n):
-            seeds[submit.key + place * submit.n + i] = base + i if params.temperature else params.seed
+            seeds[submit.key + index * submit.n + i] = base + i if params.temperature else params.seed
     return seeds
 
 

@@ -1,7 +1,7 @@
 """Choose a replica for each request: the one with the fewest tokens left to compute.
 
 A router knows which prefix keys each replica should have in its cache, because it has seen which requests went where.
-The keys are the engine's own (`prefix_keys`): equal keys mean equal tokens from the start, and equal salts.
+The keys are the engine's own (`prefix_keys`): equal keys mean equal tokens from the start, equal salts and adapters.
 
 It needs no clock and no network, so `simulation` runs it in simulated time, next to the engine's scheduler.
 """
@@ -52,12 +52,12 @@ class Routed:
     work: float
 
 
-class _Replica:
-    """What a router assumes of a replica, whose cache has so many blocks."""
+class _Estimate:
+    """A router's assumptions about a replica, whose cache has so many blocks."""
 
     def __init__(self, blocks: int):
         self.load, self.requests = 0.0, 0
-        self.given = 0.0  # tokens of all requests that it ever got
+        self.total = 0.0  # tokens of all requests that it ever got
         self._blocks = blocks
         self._known: OrderedDict[bytes, None] = OrderedDict()  # keys of cached blocks; the first is evicted first
 
@@ -92,40 +92,46 @@ class Router:
 
     def __init__(self, block_size: int, policy: Policy = by_prefix_and_load):
         self.block_size, self.policy = block_size, policy
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _Estimate] = {}
         self._answer = ANSWER  # mean tokens of an answer
 
     def join(self, replica: str, blocks: int) -> None:
         """Add a replica with an empty prefix cache of so many blocks."""
-        self._replicas[replica] = joined = _Replica(blocks)
-        joined.given = max((each.given for each in self._replicas.values()), default=0.0)
+        self._replicas[replica] = joined = _Estimate(blocks)
+        joined.total = max((each.total for each in self._replicas.values()), default=0.0)
 
     def leave(self, replica: str) -> None:
         """Forget a replica."""
         self._replicas.pop(replica, None)
 
     def order(
-        self, prompt: int, keys: Sequence[bytes], among: Collection[str], running: Mapping[str, int] = {}
+        self,
+        prompt: int,
+        keys: Sequence[bytes] | Mapping[str, Sequence[bytes]],
+        among: Collection[str],
+        running: Mapping[str, int] = {},
     ) -> list[str]:
         """Return the replicas that may take a request, the best one first.
 
-        prompt: its tokens; keys: those of its full blocks. among: the replicas to choose from; one that has not joined
-        is left out. running: all requests on a replica, if others route some of them.
+        prompt: its tokens; keys: those of its full blocks, or of each replica those that it has for them. among: the
+        replicas to choose from; one that has not joined is left out. running: all requests on a replica, if others
+        route some of them.
         """
         known = [(name, self._replicas[name]) for name in among if name in self._replicas]
-        found = []
-        for name, replica in sorted(known, key=lambda pair: pair[1].given):  # so that idle replicas take turns
+        states = []
+        for name, replica in sorted(known, key=lambda pair: pair[1].total):  # so that idle replicas take turns
             others = max(running.get(name, 0) - replica.requests, 0)
             load = replica.load + others * self._answer
-            found.append(ReplicaState(name, load, self._cached(replica, prompt, keys), prompt))
-        return [each.replica for each in self.policy(found)]
+            own = keys[name] if isinstance(keys, Mapping) else keys
+            states.append(ReplicaState(name, load, self._cached(replica, prompt, own), prompt))
+        return [each.replica for each in self.policy(states)]
 
     def begin(self, replica: str, prompt: int, keys: Sequence[bytes]) -> Routed:
         """Note that a request goes to a replica. The other arguments are those of `order`."""
         known = self._replicas[replica]
         routed = Routed(replica, prompt - self._cached(known, prompt, keys) + self._answer)
         known.load += routed.work
-        known.given += routed.work
+        known.total += routed.work
         known.requests += 1
         known.use(keys)
         return routed
@@ -142,5 +148,5 @@ class Router:
         if (known := self._replicas.get(replica)) is not None:
             known.use(keys)
 
-    def _cached(self, replica: _Replica, prompt: int, keys: Sequence[bytes]) -> int:
+    def _cached(self, replica: _Estimate, prompt: int, keys: Sequence[bytes]) -> int:
         return min(replica.cached(keys) * self.block_size, prompt - 1)  # the engine computes at least one token

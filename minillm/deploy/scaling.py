@@ -1,4 +1,4 @@
-"""How many replicas a model needs: by the tokens that wait, not by the requests that run.
+"""Choose how many replicas a model needs: by the tokens that wait, not by the requests that run.
 
 A replica runs many requests at once, of very different lengths, so their number says little. What waits says that there
 are too few replicas; that nothing waits does not say that there are too many, so that is decided by what runs.
@@ -17,7 +17,7 @@ EVERY, LOOK_BACK = 2.0, 5.0  # seconds between reports; over which they are aver
 
 
 class ReplicaLoad(NamedTuple):
-    """What a replica reports. prompts: tokens of the prompts that wait. busy: share of its rows or blocks in use."""
+    """A replica's report. prompts: tokens of the prompts that wait. busy: share of its rows or blocks in use."""
 
     waiting: float
     prompts: float
@@ -55,8 +55,8 @@ class ByTokens:
         self.target = target
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        found = context.aggregated_metrics or {}
-        first, *more = (found.get(name, {}) for name in ReplicaLoad._fields)
+        metrics = context.aggregated_metrics or {}
+        first, *more = (metrics.get(name, {}) for name in ReplicaLoad._fields)
         known = [replica for replica in first if all(replica in each for each in more)]
         loads = [ReplicaLoad(first[replica], *(each[replica] for each in more)) for replica in known]
         if not loads or len(loads) < context.current_num_replicas:  # one that has not reported yet may be full

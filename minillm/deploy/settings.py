@@ -1,4 +1,4 @@
-"""What each model has of its own: replicas, a share of a GPU, and options of its engine, from text or from a file."""
+"""Settings of single models: replicas, a share of a GPU, and options of its engine, from text or from a file."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,16 +15,16 @@ NUMBERS: dict[str, type] = {
 }  # fmt: skip
 
 
-def model_of(given: Mapping[str, Any]) -> ReplicatedModel:
+def model_of(values: Mapping[str, Any]) -> ReplicatedModel:
     """Return a model from the fields of `ReplicatedModel`; numbers may be text. Raises ConfigError."""
     names = [field.name for field in fields(ReplicatedModel)]
-    if unknown := set(given) - set(names):
+    if unknown := set(values) - set(names):
         raise ConfigError(f"a model has no {', '.join(sorted(unknown))}: name some of {', '.join(names)}")
-    if not given.get("name"):
-        raise ConfigError(f"a model needs a name, not {dict(given)}")
-    found = {name: _number(name, value) if name in NUMBERS else value for name, value in given.items()}
-    found["options"] = _checked(found.get("options", {}))
-    return ReplicatedModel(**{"model": None} | found)
+    if not values.get("name"):
+        raise ConfigError(f"a model needs a name, not {dict(values)}")
+    converted = {name: _number(name, value) if name in NUMBERS else value for name, value in values.items()}
+    converted["options"] = _checked(converted.get("options", {}))
+    return ReplicatedModel(**{"model": None} | converted)
 
 
 def models_of(
@@ -34,12 +34,12 @@ def models_of(
     own = settings_of(texts)
     if unknown := set(own) - set(models):
         raise ConfigError(f"no model is called {', '.join(sorted(unknown))}: there are {', '.join(models)}")
-    found = []
+    replicated = []
     for name, model in models.items():
         mine = own.get(name, {"options": {}})
         options = {**common["options"], **mine["options"]}
-        found.append(model_of({**common, **mine, "name": name, "model": model, "options": options}))
-    return found
+        replicated.append(model_of({**common, **mine, "name": name, "model": model, "options": options}))
+    return replicated
 
 
 def settings_of(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -48,10 +48,10 @@ def settings_of(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     A setting is a field, or an option of the engine as on the command line. Raises ConfigError.
     """
     ours, engines = {field.name for field in fields(ReplicatedModel)} - {"name", "model", "options"}, _engine_options()
-    found: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     for text in texts:
         name, _, _ = text.partition("=")[0].rpartition(":")
-        mine = found.setdefault(name, {"options": {}})
+        mine = settings.setdefault(name, {"options": {}})
         for setting in text.removeprefix(f"{name}:").split(","):
             key, equals, value = setting.partition("=")
             key = key.strip().removeprefix("--").replace("-", "_")
@@ -65,7 +65,7 @@ def settings_of(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
             else:
                 mine["options"][key] = _value(value)
         _checked(mine["options"])
-    return found
+    return settings
 
 
 def _engine_options() -> set[str]:

@@ -75,7 +75,7 @@ def conversations(
 
 @dataclass(frozen=True)
 class Speed:
-    """How long steps take: (decoding rows, seconds) of some, and seconds for each token of a prompt.
+    """Times of steps: (decoding rows, seconds) of some, and seconds for each token of a prompt.
 
     gpus: how many of them share the work equally, as one that has the speed of all.
     """
@@ -139,7 +139,7 @@ class _Talk:
     """A conversation that is going on. said: all tokens so far; prompt: how many of them the latest request sent."""
 
     def __init__(self, conversation: Conversation):
-        self.conversation = conversation
+        self.options = RequestOptions(cache_salt=conversation.salt)
         self.turns = iter(conversation.turns)
         self.turn: Turn | None = next(self.turns)
         self.said = np.zeros(0, np.int32)
@@ -147,7 +147,7 @@ class _Talk:
         self.routed: tuple[Router, Routed] | None = None
 
 
-class _Replica:
+class _Machine:
     """An engine's scheduler, and the step that it runs."""
 
     def __init__(self, name: str, size: Size):
@@ -166,8 +166,8 @@ class _Replica:
     def submit(self, talk: _Talk, name: str) -> None:
         assert talk.turn is not None
         params = SamplingParams(max_tokens=len(talk.turn.answer), temperature=0, ignore_eos=True)
-        limit, options = talk.prompt + len(talk.turn.answer), RequestOptions(cache_salt=talk.conversation.salt)
-        self.scheduler.submit(Request(name, talk.said, params, limit, options=options))
+        limit = talk.prompt + len(talk.turn.answer)
+        self.scheduler.submit(Request(name, talk.said, params, limit, options=talk.options))
         self.talks[name] = talk
 
     def launch(self) -> float | None:
@@ -182,10 +182,10 @@ class _Replica:
         for row in self.step.sampling_rows:
             request = self.scheduler.requests[row]
             assert request is not None
-            talk, place = self.talks[request.request_id], int(self.scheduler.confirmed[row])
+            talk, position = self.talks[request.request_id], int(self.scheduler.confirmed[row])
             assert talk.turn is not None
-            tokens.append(talk.turn.answer[place - talk.prompt])
-            if place == talk.prompt:
+            tokens.append(talk.turn.answer[position - talk.prompt])
+            if position == talk.prompt:
                 begun.append(talk)
         ended = self.scheduler.complete(self.step, np.array(tokens, np.int64))
         return begun, [self.talks.pop(request.request_id) for request in ended]
@@ -211,16 +211,16 @@ def run(
     where requests went.
     """
     routers = [Router(size.block_size, policy) for _ in range(workers)]
-    machines = {str(place): _Replica(str(place), size) for place in range(replicas)}
+    machines = {str(index): _Machine(str(index), size) for index in range(replicas)}
     for router, name in itertools.product(routers, machines):
         router.join(name, size.blocks)
     outcome, turn, numbers = Simulated(), itertools.cycle(routers), itertools.count()
-    events: list[tuple[float, int, _Talk | _Replica]] = []  # (when, tie-breaker, who asks or whose step ends)
+    events: list[tuple[float, int, _Talk | _Machine]] = []  # (when, tie-breaker, who asks or whose step ends)
 
-    def later(when: float, what: _Talk | _Replica) -> None:
+    def later(when: float, what: _Talk | _Machine) -> None:
         heapq.heappush(events, (when, next(numbers), what))
 
-    def launch(machine: _Replica) -> None:
+    def launch(machine: _Machine) -> None:
         if (seconds := machine.launch()) is not None:
             later(now + seconds, machine)
 
@@ -237,7 +237,7 @@ def run(
             assert what.turn is not None
             what.said = np.concatenate((what.said, what.turn.asked))
             what.prompt, what.asked_at = len(what.said), now
-            router, keys = next(turn), prefix_keys(what.said, size.block_size, what.conversation.salt)
+            router, keys = next(turn), prefix_keys(what.said, size.block_size, what.options.cache_key())
             running = {name: len(machine.talks) for name, machine in machines.items()}
             machine = machines[router.order(what.prompt, keys, machines, running)[0]]
             what.routed = router, router.begin(machine.name, what.prompt, keys)
@@ -254,7 +254,7 @@ def run(
         for talk in ended:
             assert talk.turn is not None and talk.routed is not None
             talk.said = np.concatenate((talk.said, talk.turn.answer))
-            keys = prefix_keys(talk.said, size.block_size, talk.conversation.salt)
+            keys = prefix_keys(talk.said, size.block_size, talk.options.cache_key())
             router, routed = talk.routed
             router.end(routed, len(talk.turn.answer), keys)
             share(router, routed.replica, keys)

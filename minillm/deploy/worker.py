@@ -18,17 +18,17 @@ from .policies import find_policy
 from .replicas import ReplicatedEngine
 
 
-async def work(given: dict[str, Any], owner: Control, shares: tuple[Shares, int] | None) -> None:
-    """Serve until the owner says stop or is gone. given: see `serving`."""
+async def work(arguments: dict[str, Any], owner: Control, shares: tuple[Shares, int] | None) -> None:
+    """Serve until the owner says stop or is gone. arguments: see `serving`."""
     from . import ray_serve
 
-    ray_serve.join(given["address"])
+    ray_serve.join(arguments["address"])
     loop, engines = asyncio.get_running_loop(), dict[str, ReplicatedEngine]()
 
     def tell(name: str, what: dict[str, Any]) -> None:
         owner.send({"op": "tell", "what": {"model": name} | what})
 
-    for name, application in given["applications"].items():
+    for name, application in arguments["applications"].items():
 
         def listed(addresses: dict[str, Address], name: str = name) -> None:
             with suppress(RuntimeError):  # the loop has ended
@@ -36,7 +36,7 @@ async def work(given: dict[str, Any], owner: Control, shares: tuple[Shares, int]
 
         engines[name] = ReplicatedEngine(
             ray_serve.reserver(ray_serve.handle_of(application), listed),
-            find_policy(given["policy"]),
+            find_policy(arguments["policy"]),
             lambda choices: owner.send({"op": "moved", "choices": choices}),
             **({"tell": partial(tell, name)} if shares is not None else {}),
         )
@@ -52,7 +52,7 @@ async def work(given: dict[str, Any], owner: Control, shares: tuple[Shares, int]
     async def connected() -> None:
         await asyncio.gather(*(engine.connected for engine in engines.values()))
 
-    listener = control.opened(given["listener"])
+    listener = control.opened(arguments["listener"])
     await Front(list(engines.values()), listener, owner, obey, shares=shares).serve(connected(), logs.set_up)
     for engine in engines.values():
         engine.close()

@@ -178,6 +178,19 @@ class AsyncLLM:
         """Check what depends on the model, once for all requests that share it. Raises InvalidRequest."""
         self.engine.check_params(params)
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that requests may give."""
+        return self.engine.adapters.names
+
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """As `Engine.load_adapter`: it blocks until the files are read, while other requests run on."""
+        self.engine.load_adapter(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """As `Engine.unload_adapter`."""
+        self.engine.unload_adapter(name)
+
     def submit(self, requests: Sequence[Prepared]) -> None:
         """Queue prepared requests; from any thread. The error of one that cannot be queued goes to its mailbox."""
         self._tell(lambda: self._submit(requests))
@@ -211,12 +224,12 @@ class AsyncLLM:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread runs."""
+        """Return whether the engine's thread runs."""
         return not self._closing and self._thread.is_alive()
 
     @property
     def failure(self) -> str | None:
-        """Why the engine can run no further step, for one on several GPUs that has lost a process; None if it can."""
+        """Return why the engine can run no further step, if one of several GPUs lost its process; None if it can."""
         return self.engine.executor.failure
 
     @property

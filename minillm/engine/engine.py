@@ -16,7 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+import numpy as np
+
 from minillm.advice import precision
+from minillm.advice.plan import Plan
 from minillm.config import DeviceConfig, EngineConfig, EngineOptions
 from minillm.errors import ConfigError, EngineClosed, InvalidRequest
 from minillm.grammar import Grammars
@@ -25,11 +28,11 @@ from minillm.model import Model
 from minillm.model.loader import check_tokenizer, read_config, resolve, resolve_device
 from minillm.parallel.executor import ParallelExecutor
 from minillm.pretrained import model_name
+from minillm.prompts import EmbeddedPrompt
 from minillm.request import Completion, Prompt, Request, RequestOptions, SamplingParams
 from minillm.runner.draft_model import loaded
 from minillm.runner.executor import Executor, Facts, LocalExecutor, WatchedExecutor
 from minillm.runner.launched import Results, StepInFlight
-from minillm.runner.plan import Plan
 from minillm.runner.sampling_columns import derived_seed
 from minillm.scheduler.checked import PARTS
 from minillm.scheduler.policies import POLICIES
@@ -40,10 +43,12 @@ from minillm.tokenizer import Tokenizer
 from minillm.trace.record import Trace
 from minillm.values import shown
 
-from .inputs import check_is_tokenizer, check_params, log_sampling_defaults, of_kind, token_ids
+from .adapters import LoadedAdapters, forget_adapter, load_adapter, soft_prompts, unload_adapter, without_soft_prompts
+from .inputs import check_is_tokenizer, check_params, log_sampling_defaults, of_kind, read_prompt, split
 from .output_text import OutputText
 from .recent import Recent
 from .tracked import Listener, Tracked
+from .warming import warm_up
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
@@ -73,28 +78,30 @@ class Engine:
         config = EngineConfig.of(**options)
         self.trace = Trace.of(config.trace)
         device = resolve_device(config.device)
-        place = resolve(model)
-        log_sampling_defaults(place)
+        source = resolve(model)
+        log_sampling_defaults(source)
         self.plan = None if config.plan is None else Plan.read(config.plan)
         if self.plan is not None:
-            config = self.plan.configure(config, read_config(place), device)
-        config = precision.resolved(config, place, device, self.plan.traffic if self.plan else None)
-        self.config: DeviceConfig = config.on(device)
-        self.name = model_name(place) if isinstance(place, Path) else place
-        if tokenizer is None and isinstance(place, Path) and (place / "tokenizer.json").exists():
-            tokenizer = place
+            config = self.plan.configure(config, read_config(source), device)
+        config = precision.resolved(config, source, device, self.plan.traffic if self.plan else None)
+        self.config, soft = without_soft_prompts(config.on(device))
+        self.name = model_name(source) if isinstance(source, Path) else source
+        if tokenizer is None and isinstance(source, Path) and (source / "tokenizer.json").exists():
+            tokenizer = source
         # Where another process may read the same tokenizer; None for an object of the user's own.
         self.tokenizer_directory = Path(tokenizer) if isinstance(tokenizer, (str, Path)) else None
         self.tokenizer = Tokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
-        described = read_config(place)
+        described = read_config(source)
         self.grammars = Grammars(self.tokenizer, described.vocab_size, described.eos_token_ids)
         self.grammars.make_tokenizer_in_background()  # before there are steps that would wait for it
         if self.tokenizer is not None:
             check_tokenizer(self.tokenizer, described)
         self.draft_model = loaded(self.config, described, self.tokenizer)  # before the cache takes all memory
-        start = LocalExecutor if self.config.tensor_parallel_size == 1 else ParallelExecutor
-        self.executor: Executor = start(place, self.config, self.plan)
+        start = LocalExecutor if self.config.ranks == 1 else ParallelExecutor
+        measured = {} if self.plan is None else self.plan.for_executor()
+        self.executor: Executor = start(source, self.config, **measured)
         self.model_config, self.max_model_len = self.facts.model, self.facts.max_model_len
+        self.adapters = LoadedAdapters((name for name, _ in self.config.adapters), soft_prompts(self, soft))
         self.in_flight: deque[StepInFlight] = deque()
         self.tracked: dict[str, Tracked] = {}
         self._watched: dict[int, Tracked] = {}  # by row
@@ -112,7 +119,7 @@ class Engine:
 
     @property
     def facts(self) -> Facts:
-        """What the executor reports of the model and the device."""
+        """Return what the executor reports of the model and the device."""
         return self.executor.facts
 
     @property
@@ -176,34 +183,13 @@ class Engine:
             policy=make_policy(POLICIES[self.config.policy]),
             pool=make_pool(BlockPool, self.facts.num_blocks),
             speculation=speculation,
+            adapter_slots=self.config.adapter_slots,
+            stages=self.config.pipeline_parallel_size,
         )
         if before is not None:
             scheduler.count_on_from(before)
         self.trace.watch(scheduler)
         return scheduler
-
-    def warm_up(self) -> None:
-        """Compile kernels and capture CUDA graphs before the first request. On a CPU it does nothing.
-
-        Captures every batch size with block tables of the smallest width, and every shape with prompts, then runs
-        prompts up to the token budget. Wider tables and the general sampler are compiled when first used.
-        """
-        if not self.facts.captures:
-            return
-        with self.lock:
-            self.executor.warm_up()
-            params, alone = SamplingParams(max_tokens=2, ignore_eos=True), RequestOptions(use_prefix_cache=False)
-            fitting = self.facts.num_blocks // self.scheduler.tables.groups * self.config.block_size
-            longest = min(128, self.max_model_len - 2, fitting - 2)
-            total = 1
-            while total <= self.config.max_num_batched_tokens and longest > 0:
-                length = min(total, longest)
-                for _ in range(min(total // length, self.config.max_num_seqs)):
-                    self.submit(self.prepare([0] * length, params, alone, wants_text=False))
-                while self.has_work:
-                    self.step()
-                total *= 4
-            self.first_waits = Recent()
 
     # ---- requests
 
@@ -220,12 +206,15 @@ class Engine:
     ) -> Tracked:
         """Check a request and prepare it for `submit`; safe in any thread. Raises InvalidRequest, EngineClosed.
 
-        prompt: text, or token ids. listener: called in the engine's thread with each new `Delta`. wants_text=False
-        leaves the text empty, unless stop strings need it. checked=True: `check_params` has accepted the params.
+        prompt: as `LLM.generate` takes it. listener: called in the engine's thread with each new `Delta`.
+        wants_text=False leaves the text empty, unless stop strings need it. checked=True: `check_params` has accepted
+        the params.
         """
         self._check_usable()
         params = of_kind(params, SamplingParams, "params")
-        ids = token_ids(prompt, self.tokenizer, self.model_config.vocab_size)
+        options = of_kind(options, RequestOptions, "options")
+        load, whole = self.adapters.resolve(options.adapter, self.read(prompt))
+        ids, embeddings = split(whole, params)
         if not checked:
             self.check_params(params)
         count = next(self._counter)
@@ -236,11 +225,21 @@ class Engine:
             limit=min(len(ids) + (params.max_tokens or self.scheduler.longest), self.scheduler.longest),
             stop_ids=tuple(params.stop_token_ids) + (() if params.ignore_eos else self.model_config.eos_token_ids),
             seed=params.seed if params.seed is not None else derived_seed(self.config.seed, count),
-            options=of_kind(options, RequestOptions, "options"),
+            options=options,
             matcher=None if params.grammar is None else self.grammars.matcher(*params.grammar),
+            load=load,
+            cache_dtype=self.facts.kv_cache_dtype,
+            embeddings=embeddings,
         )
         self.scheduler.validate(request)
         return Tracked.of(request, self.tokenizer, listener, wants_text)
+
+    load_adapter, unload_adapter, _forget_adapter = load_adapter, unload_adapter, forget_adapter
+    warm_up = warm_up
+
+    def read(self, prompt: Prompt) -> np.ndarray | EmbeddedPrompt:
+        """Return a prompt as token ids [tokens], or joined with its embeddings. Raises InvalidRequest."""
+        return read_prompt(prompt, self.tokenizer, self.model_config, self.facts.dtype, self.max_request_len)
 
     def check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model. Raises InvalidRequest."""
@@ -255,6 +254,7 @@ class Engine:
                 raise InvalidRequest(f"request id {request_id!r} is running already; choose another")
             if not self.tracked:
                 self._adopt()
+            self.adapters.check(tracked.request.load, tracked.request.options.adapter)
             self.scheduler.submit(tracked.request)
             self.tracked[request_id] = tracked
 
@@ -310,13 +310,7 @@ class Engine:
         """Launch as far ahead as allowed, read the oldest step, and return the requests that ended."""
         with self.lock, self._or_reset():
             speculation, began = self.scheduler.speculation, time.perf_counter()
-            while len(self.in_flight) <= self.config.run_ahead:
-                step = self.scheduler.schedule()
-                if step is None:
-                    break
-                for new in step.new_rows:
-                    self._scheduled(new.row, step)
-                self.in_flight.append(self.executor.launch(step))
+            self._launch()
             if self.in_flight:
                 self.trace.write_in_time()
                 oldest = self.in_flight.popleft()
@@ -327,6 +321,13 @@ class Engine:
             if not self.has_work:
                 self.trace.flush()
             return finished
+
+    def _launch(self) -> None:
+        """Launch steps as far ahead as allowed."""
+        while len(self.in_flight) < self.config.most_in_flight and (step := self.scheduler.schedule()) is not None:
+            for new in step.new_rows:
+                self._scheduled(new.row, step)
+            self.in_flight.append(self.executor.launch(step))
 
     @contextmanager
     def _or_reset(self) -> Iterator[None]:
@@ -386,6 +387,10 @@ class Engine:
                     continue
                 assert tracked.completion.prompt_logprobs is not None, "a runner scores no prompt unasked"
                 tracked.completion.prompt_logprobs[position : position + len(scores)] = scores
+        for row, gained in results.logprobs.items():
+            if (request := requests[row]) is not None:
+                # No runner scores a token unasked.
+                self.tracked[request.request_id].completion.logprobs.extend(gained)  # type: ignore[union-attr]
         watched = []
         if self._watched:
             known = results.known()
@@ -394,13 +399,17 @@ class Engine:
                 for row, tokens in zip(rows.tolist(), known, strict=True)
                 if tokens and (each := self._watched.get(row)) is not None and requests[row] is each.request
             ]
-        ended = self.scheduler.complete(step, results.tokens, results.accepted)
-        for tracked, row, tokens in watched:
-            if tracked.completion.finish_reason is None:  # an earlier listener may have ended it
-                self._look_at(tracked, row, tokens, results)
-        for request in ended:
-            if request.request_id in self.tracked:
-                self._finish(self.tracked[request.request_id])
+        ended = self.scheduler.complete(step, results.tokens, results.accepted, results.found)
+        try:
+            if not self.in_flight and self.scheduler.continues_at_once:
+                self._launch()  # so the device need not wait until the tokens are given out
+        finally:
+            for tracked, row, tokens in watched:
+                if tracked.completion.finish_reason is None:  # an earlier listener may have ended it
+                    self._look_at(tracked, row, tokens, results)
+            for request in ended:
+                if request.request_id in self.tracked:
+                    self._finish(self.tracked[request.request_id])
 
     def _look_at(self, tracked: Tracked, row: int, tokens: list[int], results: Results) -> None:
         """Add new tokens to a request's text and log-probabilities, and look for stop strings."""
@@ -419,10 +428,7 @@ class Engine:
                 request.known = request.known[: kept - len(tokens)]
                 tokens = tokens[:kept]
         completion.token_ids += tokens
-        logprobs = None
-        if completion.logprobs is not None:
-            logprobs = results.logprobs[row][: len(tokens)]
-            completion.logprobs += logprobs
+        logprobs = None if completion.logprobs is None else results.logprobs[row][: len(tokens)]
         matcher = request.matcher
         if matcher is not None and request.finish_reason is None and (failure := matcher.advance(tokens)):
             self.scheduler.finish(request, "abort", failure)
@@ -439,6 +445,7 @@ class Engine:
         completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
         completion.finish_time = time.perf_counter()
         completion.token_ids = request.output.tolist()
+        del (completion.logprobs or [])[len(completion.token_ids) :]  # those of tokens after its end
         output = tracked.output
         if output is None and self.tokenizer is not None and tracked.wants_text:
             output = OutputText(self.tokenizer, prompt=completion.prompt_token_ids)
@@ -448,6 +455,7 @@ class Engine:
             output.end()
             completion.text = output.text
         del self.tracked[request.request_id]
+        self._forget_adapter(request.load)
         self._watch(tracked, -1)  # drops the reference to its listener
         self._finished.append(completion)
         if tracked.listener is not None:

@@ -2,14 +2,17 @@
 
 import logging
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from minillm.errors import ConfigError, InvalidRequest
+from minillm.errors import ConfigError, InvalidRequest, naming
 from minillm.grammar import Grammars
-from minillm.model.config import sampling_defaults
+from minillm.model.config import ModelConfig, sampling_defaults
+from minillm.prompts import EmbeddedPrompt, Embeddings
+from minillm.prompts.tensors import is_embeddings, read_tensor
 from minillm.request import Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 from minillm.values import as_int, as_tuple, shown
@@ -36,14 +39,14 @@ def check_is_tokenizer(tokenizer: str | Path | Tokenizer | None) -> None:
         )
 
 
-def log_sampling_defaults(place: Path | str) -> None:
+def log_sampling_defaults(source: Path | str) -> None:
     """Log the sampling that a model's authors advise. Requests that name none get `SamplingParams`' defaults."""
-    if isinstance(place, Path) and (advised := sampling_defaults(place)):
+    if isinstance(source, Path) and (advised := sampling_defaults(source)):
         values = ", ".join(f"{name}={value}" for name, value in advised.items())
         log.warning(
             "%s advises %s, which no request gets unless it asks for it: give it as SamplingParams, or as fields of "
             "the HTTP request",
-            place / "generation_config.json",
+            source / "generation_config.json",
             values,
         )
 
@@ -72,6 +75,47 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> n
     return ids.astype(np.int32)
 
 
+def read_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, config: ModelConfig, dtype: str, most: int
+) -> np.ndarray | EmbeddedPrompt:
+    """Return a prompt's token ids, [tokens] int32, or those and embeddings joined. Raises InvalidRequest.
+
+    dtype: of the model's activations. most: tokens that a prompt may have.
+    """
+    if isinstance(prompt, EmbeddedPrompt):
+        return prompt
+    if not isinstance(prompt, Mapping):
+        return token_ids(prompt, tokenizer, config.vocab_size)
+    given = {name: value for name, value in prompt.items() if value is not None}
+    if list(given) not in (["prompt_embeds"], ["parts"]):
+        forms = 'a dictionary with "prompt_embeds" or "parts"'
+        raise InvalidRequest(f"a prompt must be a string or a list of token ids, or {forms}, not {shown(prompt)}")
+    if "prompt_embeds" in given:
+        return EmbeddedPrompt.of([read_tensor(given["prompt_embeds"], config.hidden_size, dtype, most)])
+    parts = as_tuple(given["parts"])
+    if not parts:
+        raise InvalidRequest(f'"parts" must be a list of texts, token ids and tensors, not {shown(given["parts"])}')
+    read = []
+    for i, part in enumerate(parts):
+        with naming("part", i, len(parts)):
+            if is_embeddings(part):
+                read.append(read_tensor(part, config.hidden_size, dtype, most))
+            elif isinstance(part, str) and i and tokenizer is not None:  # only the first has a beginning-of-text token
+                read.append(np.array(tokenizer.encode(part, add_special_tokens=False), np.int32))
+            else:
+                read.append(token_ids(part, tokenizer, config.vocab_size))
+    return EmbeddedPrompt.of(read) if any(part.ndim == 2 for part in read) else np.concatenate(read)
+
+
+def split(prompt: np.ndarray | EmbeddedPrompt, params: SamplingParams) -> tuple[np.ndarray, Embeddings | None]:
+    """Return a prompt's ids and its embeddings, None if it has none. Raises InvalidRequest for what needs tokens."""
+    if not isinstance(prompt, EmbeddedPrompt):
+        return prompt, None
+    if params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs scores tokens, and this prompt has embeddings: leave it out")
+    return prompt.ids, prompt.embeddings
+
+
 def of_kind(value: Kind | None, kind: type[Kind], name: str) -> Kind:
     """Return `value`, or the defaults for None. Raises InvalidRequest for an object of another kind."""
     if value is None:
@@ -98,7 +142,7 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list. Raises InvalidRequest for what is neither text nor a list."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping, EmbeddedPrompt)):
         return [prompts]
     if hasattr(prompts, "columns"):  # iterating over a table gives the names of its columns
         raise InvalidRequest(f"prompts must be one column of a table, as table['prompt'], not {type(prompts).__name__}")
@@ -120,6 +164,24 @@ def one_for_each(values: Kind | Sequence[Kind] | None, kind: type[Kind], count: 
     if len(several) != count:
         raise InvalidRequest(f"{count} prompts, but {len(several)} {kind.__name__}: give one, or one each")
     return several
+
+
+def with_adapters(
+    options: Sequence[RequestOptions | None], names: str | None | Sequence[str | None]
+) -> Sequence[RequestOptions | None]:
+    """Return each request's options with its adapter. names: one for all; or one for each, None for those without.
+
+    None leaves the adapters of all options as they are. Raises InvalidRequest.
+    """
+    if names is None:
+        return options
+    several = (names,) * len(options) if isinstance(names, str) else as_tuple(names)
+    if several is None or len(several) != len(options):
+        raise InvalidRequest(
+            f"adapter must be a name, or a list with a name or None for each of {len(options)} prompts, not "
+            f"{shown(names)}"
+        )
+    return [replace(each or RequestOptions(), adapter=name) for each, name in zip(options, several, strict=True)]
 
 
 # ---- of a conversation

@@ -10,7 +10,7 @@ from minillm.request import Completion, Prompt, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer
 
 from .engine import Engine, Tracked
-from .inputs import as_conversations, as_prompts, one_for_each, rendered_chat
+from .inputs import as_conversations, as_prompts, one_for_each, rendered_chat, with_adapters
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -41,26 +41,32 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
+        adapter: str | None | Sequence[str | None] = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Complete each prompt; returns one `Completion` for each, in order.
 
-        prompts: a string, a list of token ids, or a list of those. params, options: one for all prompts, or a list
-        with one for each. With n > 1 in its params, a prompt's `Completion` is the first choice, and its `outputs` are
-        all of them. Raises InvalidRequest before anything runs if any prompt cannot be served; EngineClosed. No
-        prompts, no completions.
+        prompts: a string, a list of token ids, a dictionary, or a list of those. {"prompt_embeds": tensor} gives the
+        embeddings [tokens, hidden] that the model reads instead of tokens, as transformers' `inputs_embeds`;
+        {"parts": [...]} joins texts, lists of token ids and tensors, in their order.
+
+        params, options: one for all prompts, or a list with one for each. adapter: the name of an adapter for all
+        prompts, or a list with a name or None for each. With n > 1 in its params, a prompt's `Completion` is the first
+        choice, and its `outputs` are all of them. Raises InvalidRequest before anything runs if any prompt cannot be
+        served; EngineClosed. No prompts, no completions.
         """
         engine, each_prompt = self.engine, as_prompts(prompts)
         if not each_prompt:
             return []
         count = len(each_prompt)
         each_params = one_for_each(params, SamplingParams, count)
-        each_options = one_for_each(options, RequestOptions, count)
+        each_options = with_adapters(one_for_each(options, RequestOptions, count), adapter)
         batch: list[Tracked] = []
         first: list[int] = []  # each prompt's first choice, as an index of the batch
         for i, (prompt, sampling, option) in enumerate(zip(each_prompt, each_params, each_options, strict=True)):
             first.append(len(batch))
             with naming("prompt", i, count):
+                prompt = engine.read(prompt)
                 several = isinstance(sampling, SamplingParams) and sampling.n > 1
                 batch += [
                     engine.prepare(prompt, choice, option)
@@ -95,18 +101,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
+        adapter: str | None | Sequence[str | None] = None,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer one conversation, a list of {"role", "content"} messages, or a list of conversations.
 
-        Returns one `Completion` for each. Raises InvalidRequest, EngineClosed, and TokenizerError where the model has
-        no chat template or the template rejects the messages.
+        Returns one `Completion` for each. The other arguments are those of `generate`. Raises InvalidRequest,
+        EngineClosed, and TokenizerError where the model has no chat template or the template rejects the messages.
         """
         conversations, prompts = as_conversations(messages), []
         for i, conversation in enumerate(conversations):
             with naming("conversation", i, len(conversations)):
                 prompts.append(rendered_chat(self.tokenizer, conversation))
-        done = self.generate([ids for _, ids in prompts], params, options, progress=progress)
+        done = self.generate([ids for _, ids in prompts], params, options, adapter=adapter, progress=progress)
         for first, (text, _) in zip(done, prompts, strict=True):
             for each in first.outputs:
                 each.prompt = text

@@ -81,25 +81,25 @@ class OutputText:
         after = new + pending
         seen += len(before if after.startswith(before) else os.path.commonprefix((before, after)))
         text = self.text + pending
-        found = _first_stop(text, seen, self._stop) if self._tokens > self._min_tokens else None
-        if found is None:
+        earliest = _first_stop(text, seen, self._stop) if self._tokens > self._min_tokens else None
+        if earliest is None:
             return False
-        place, self.stop_string = found
-        self.text, self._ended = text[:place], True
+        start, self.stop_string = earliest
+        self.text, self._ended = text[:start], True
         return True
 
     @property
     def _safe(self) -> int:
-        """How many characters later tokens cannot turn into a stop string."""
+        """Count the characters that later tokens cannot turn into a stop string."""
         if self._ended:
             return len(self.text)
         return len(self.text) - max((_overlap(self.text, string) for string in self._stop), default=0)
 
 
 def _first_stop(text: str, before: int, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Find the earliest stop string that ends after `before` characters: its place and itself."""
-    found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in stop]
-    return min((pair for pair in found if pair[0] >= 0), default=None)
+    """Find the earliest stop string that ends after `before` characters: its start and itself."""
+    starts = [(text.find(string, max(0, before - len(string) + 1)), string) for string in stop]
+    return min((pair for pair in starts if pair[0] >= 0), default=None)
 
 
 def _overlap(text: str, string: str) -> int:

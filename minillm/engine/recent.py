@@ -18,8 +18,8 @@ class Recent:
         """Return what `wanted` percent of the newest values do not exceed, as {"p50": ...}; None if there are none."""
         newest = sorted(self._newest.copy())  # a copy: another thread may add to it
         ranks = list(accumulate(count for _, count in newest))
-        places = [bisect_left(ranks, percent / 100 * ranks[-1]) if ranks else None for percent in wanted]
+        indices = [bisect_left(ranks, percent / 100 * ranks[-1]) if ranks else None for percent in wanted]
         return {
-            f"p{percent}": None if place is None else newest[place][0]
-            for percent, place in zip(wanted, places, strict=True)
+            f"p{percent}": None if index is None else newest[index][0]
+            for percent, index in zip(wanted, indices, strict=True)
         }

@@ -1,4 +1,4 @@
-"""What an engine holds at one moment: rows, queue, blocks and counts, for those who watch it.  Lesson 99.
+"""The state of an engine at one moment: rows, queue, blocks and counts, for those who watch it.  Lesson 99.
 
 Taking a snapshot copies arrays and looks at a bounded number of blocks one by one; what costs more is computed from the
 copies later, in another thread. It contains ids and counts, never a prompt's text or tokens.

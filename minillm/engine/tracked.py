@@ -14,7 +14,7 @@ Listener = Callable[[Delta], None]
 
 @dataclass(eq=False)
 class Tracked:
-    """What the engine keeps for a request, in addition to the scheduler's state."""
+    """The engine's state of a request, in addition to the scheduler's."""
 
     request: Request
     completion: Completion
@@ -41,9 +41,9 @@ class Tracked:
 
     @property
     def watched(self) -> bool:
-        """Whether the engine must read each token of the request as soon as it arrives."""
-        known = self.listener is not None or self.output is not None or self.completion.logprobs is not None
-        return self.request.generates and (known or self.request.matcher is not None)
+        """Return whether the engine must read each token of the request as soon as it arrives."""
+        known = self.listener is not None or self.output is not None or self.request.matcher is not None
+        return self.request.generates and known
 
     def gained(self, token_ids: list[int], logprobs: list | None) -> Delta:
         """Return a delta of the latest tokens and the text since the last call; with the result if it has ended."""

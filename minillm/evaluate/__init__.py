@@ -1,4 +1,4 @@
-"""How good a model is: perplexity and multiple-choice accuracy, measured through the engine.  Lesson 05.
+"""Measure how good a model is, through the engine: perplexity and multiple-choice accuracy.  Lesson 05.
 
 What measures a model's answers belongs here. Speed does not (`bench`), and neither does quantizing (`calibration`).
 

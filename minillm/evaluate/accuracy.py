@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError
-from minillm.request import MAX_LOGPROBS, Completion, SamplingParams
+from minillm.request import Completion, SamplingParams
+from minillm.request_values import MAX_LOGPROBS
 from minillm.tokenizer import Tokenizer
 
 from .perplexity import prompt_logprob
@@ -35,7 +36,7 @@ def letter_tokens(tokenizer: Tokenizer) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class NextToken:
-    """What a model expects after a prompt."""
+    """A model's prediction of the token after a prompt."""
 
     likeliest: int  # the most likely token
     logprobs: list[float]  # of the tokens that were asked about
@@ -85,7 +86,7 @@ def _ending_logprob(completion: Completion, tokens: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Answers:
-    """Which questions a model answered correctly."""
+    """A model's score on each question."""
 
     subjects: list[str]  # of each question
     correct: list[bool]
@@ -122,8 +123,8 @@ def answers(
     for example in (load_questions(split="dev") if examples is None and questions is None else examples) or ():
         shown[example["subject"]].append(example)
     tokenizer, context = tokenizer_of(llm), llm.engine.max_model_len
-    room = context - 1 - max(map(len, letter_tokens(tokenizer)))  # a letter and one more token follow
-    prompts = [_fitting(tokenizer, room, row, shown[row["subject"]][:shots]) for row in rows]
+    longest = context - 1 - max(map(len, letter_tokens(tokenizer)))  # a letter and one more token follow
+    prompts = [_fitting(tokenizer, longest, row, shown[row["subject"]][:shots]) for row in rows]
     scores = letter_logprobs(llm, prompts, progress)
     chosen = [max(range(len(LETTERS)), key=score.__getitem__) for score in scores]
     return Answers(
@@ -164,10 +165,10 @@ def accuracy(
     }
 
 
-def _fitting(tokenizer: Tokenizer, room: int, row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt of a question with as many examples as fit into `room` tokens."""
+def _fitting(tokenizer: Tokenizer, longest: int, row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt of a question with as many examples as fit into `longest` tokens."""
     while True:
         prompt = few_shot_prompt(row, examples)
-        if not examples or len(tokenizer.encode(prompt)) <= room:
+        if not examples or len(tokenizer.encode(prompt)) <= longest:
             return prompt
         examples = examples[:-1]

@@ -1,4 +1,4 @@
-"""What each quantization method loses, measured against the same model in float32.  Lessons 05 to 07.
+"""Measure what each quantization method loses against the same model in float32.  Lessons 05 to 07.
 
     KL = mean over positions of sum_token p(token) log(p(token) / q(token)),   p: float32, q: quantized
 
@@ -49,7 +49,7 @@ Z_95 = 1.959964  # 95% of a normal distribution lie within so many standard devi
 
 @dataclass(frozen=True)
 class Loss:
-    """How many points (hundredths of all questions) of accuracy were lost, and a 95% confidence interval."""
+    """Points of accuracy (hundredths of all questions) that were lost, with a 95% confidence interval."""
 
     points: float
     low: float
@@ -119,7 +119,7 @@ def _log_probabilities(model: Model, hidden: Tensor) -> Tensor:
 
 
 class Comparison:
-    """What a model in float32 says on the held-out text and to a task's questions, to compare versions of it with.
+    """A model in float32 with which its versions are compared, on held-out text and a task's questions.
 
     llm: that model, which may be closed afterward. directory: where it is stored. limit: ask at most this many of the
     workload's questions, evenly spread. tokens: read only so many of the text. `row` is its own result, in the form of
@@ -208,10 +208,10 @@ def stored_bytes(directory: Path) -> int:
 
 def unquantized(model: str | Path | None) -> Path:
     """The directory of a model that can be compared with. Raises ConfigError."""
-    place = resolve(model)
-    if isinstance(place, str) or read_layout(place) is not None:
-        raise ConfigError(f"{place} is no unquantized model to compare with: name the directory of one")
-    return place
+    source = resolve(model)
+    if isinstance(source, str) or read_layout(source) is not None:
+        raise ConfigError(f"{source} is no unquantized model to compare with: name the directory of one")
+    return source
 
 
 def in_float32(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,17 +243,17 @@ def compare(
     be downloaded.
     """
     check_options(options)
-    place = unquantized(model)
+    source = unquantized(model)
     candidates = {name: candidate(name) for name in names}
     workload = held_out(task)
-    with LLM(place, **in_float32(options)) as llm:
+    with LLM(source, **in_float32(options)) as llm:
         if not candidates:
             candidates, left_out = default_methods(llm.engine.model)
             for name, why in left_out.items():
                 log.warning("%s is left out: %s", name, why)
         for chosen in candidates.values():
             check(llm, chosen)
-        comparison = Comparison(llm, place, workload, limit)
+        comparison = Comparison(llm, source, workload, limit)
         yield comparison.row
     for name, chosen in candidates.items():
         begin = time.perf_counter()
@@ -261,7 +261,7 @@ def compare(
         with ExitStack() as kept:
             found: list[tuple[Divergence, Path]] = []
             for seed in range(repeat):
-                directory = kept.enter_context(stored(chosen, place, seed, options.get("device", "auto")))
+                directory = kept.enter_context(stored(chosen, source, seed, options.get("device", "auto")))
                 with LLM(directory, **options) as llm:
                     found.append((comparison.divergence(llm), directory))
             middle, directory = sorted(found, key=lambda each: each[0].kl)[(len(found) - 1) // 2]
@@ -272,8 +272,8 @@ def compare(
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an engine's option that a comparison sets itself."""
-    if given := [name for name in NOT_FOR_COMPARING if name in options]:
-        raise ConfigError(f"a comparison sets {', '.join(given)} itself: name the methods to compare instead")
+    if refused := [name for name in NOT_FOR_COMPARING if name in options]:
+        raise ConfigError(f"a comparison sets {', '.join(refused)} itself: name the methods to compare instead")
 
 
 def check(llm: LLM, chosen: MethodRecipe | Path) -> None:

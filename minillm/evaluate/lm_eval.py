@@ -78,13 +78,13 @@ class MinillmLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        if (found := self.tokenizer.eos_token_id) is None:
+        if (token := self.tokenizer.eos_token_id) is None:
             raise ConfigError("the tokenizer names no eos_token: add it to tokenizer_config.json")
-        return found
+        return token
 
     @property
     def prefix_token_id(self) -> int:
-        """What empty contexts and texts begin with."""
+        """Return the token that empty contexts and texts begin with."""
         if self.custom_prefix_token_id is not None:
             return self.custom_prefix_token_id
         return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
@@ -106,7 +106,7 @@ class MinillmLM(TemplateLM):
 
         Requests that end in one token share a forward pass if all before it is equal: the options of a question.
         """
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         single: dict[tuple[int, ...], dict[int, list[int]]] = {}  # prompt -> next token -> requests
         longer: dict[int, list[int]] = {}  # request -> its tokens
         for i, (_strings, context, continuation) in enumerate(requests):
@@ -121,16 +121,16 @@ class MinillmLM(TemplateLM):
         expected = next_tokens(self.llm, list(single), tokens, not disable_tqdm) if single else []
         for each, asked in zip(expected, single.values(), strict=True):
             for (token, indices), logprob in zip(asked.items(), each.logprobs, strict=True):
-                found |= dict.fromkeys(indices, (logprob, token == each.likeliest))
+                scores |= dict.fromkeys(indices, (logprob, token == each.likeliest))
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
         scored = self.llm.generate(list(longer.values()), params, progress=not disable_tqdm) if longer else []
         for i, done in zip(longer, scored, strict=True):
             continuation = requests[i][2]
-            places = range(-len(continuation), 0)
-            logprobs = [prompt_logprob(done, at, continuation[at]) for at in places]
+            positions = range(-len(continuation), 0)
+            logprobs = [prompt_logprob(done, at, continuation[at]) for at in positions]
             best = [max((entry or {}).values()) for entry in (done.prompt_logprobs or [])[-len(continuation) :]]
-            found[i] = sum(logprobs), logprobs == best
-        results = [found[i] for i in range(len(requests))]
+            scores[i] = sum(logprobs), logprobs == best
+        results = [scores[i] for i in range(len(requests))]
         for (strings, *_tokens), result in zip(requests, results, strict=True):
             if strings is not None:
                 self.cache_hook.add_partial("loglikelihood", strings, result)
@@ -158,16 +158,16 @@ class MinillmLM(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text after each context, up to the first of its stop strings, an end token or its limit of tokens."""
         prompts, params = [], []
-        for context, given in (request.args for request in requests):
-            wanted = dict(normalize_gen_kwargs(given, OUTPUT_TOKENS))
+        for context, options in (request.args for request in requests):
+            wanted = dict(normalize_gen_kwargs(options, OUTPUT_TOKENS))
             most, stop = wanted.pop("max_gen_toks"), [each for each in wanted.pop("until", []) if each]
             sampled, temperature = wanted.pop("do_sample", False), wanted.pop("temperature", 1.0)
             if unknown := sorted(wanted.keys() - set(SAMPLING)):
                 raise ConfigError(f"no generation argument {', '.join(unknown)}; there are: {', '.join(SAMPLING)}")
-            room = self.llm.engine.max_model_len - most
-            if room < 1:
-                raise ConfigError(f"max_gen_toks={most} leaves no room for a prompt: give at most {room + most - 1}")
-            prompts.append(self.tok_encode(context)[-room:])
+            longest = self.llm.engine.max_model_len - most
+            if longest < 1:
+                raise ConfigError(f"max_gen_toks={most} leaves no room for a prompt: give at most {longest + most - 1}")
+            prompts.append(self.tok_encode(context)[-longest:])
             wanted["temperature"] = temperature if sampled else 0.0
             params.append(SamplingParams(max_tokens=most, stop=stop, **wanted))
         done = self.llm.generate(prompts, params, progress=not disable_tqdm) if prompts else []

@@ -71,10 +71,10 @@ def perplexity(
     usual = [] if llm.tokenizer is None else llm.tokenizer.prefix
     ids = tokenizer_of(llm).encode(text)[len(usual) :] if isinstance(text, str) else list(text)
     start = list(usual if prefix is None else prefix)
-    room = llm.engine.max_model_len - len(start) - 1
-    window = min(1024, room) if window is None else window
-    if not 1 < window <= room:
-        raise ConfigError(f"the window must be from 2 to {room} tokens for this model's context, not {window}")
+    longest = llm.engine.max_model_len - len(start) - 1
+    window = min(1024, longest) if window is None else window
+    if not 1 < window <= longest:
+        raise ConfigError(f"the window must be from 2 to {longest} tokens for this model's context, not {window}")
     stride = max(1, window // 2) if stride is None else stride
     spans = list(windows(len(ids), window, stride))
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

@@ -25,22 +25,22 @@ def quality(llm: "LLM", limit: int | None = None, measured: Sequence[Task] | Non
     for workload in workloads() if measured is None else measured:
         begin = time.perf_counter()
         if workload.questions is None:
-            found = perplexity(llm)
+            result = perplexity(llm)
         else:
-            found = accuracy(llm, workload.questions, workload.examples, shots=workload.shots, limit=limit)
+            result = accuracy(llm, workload.questions, workload.examples, shots=workload.shots, limit=limit)
         seconds = time.perf_counter() - begin
-        inputs = found.pop("input_tokens", found.get("tokens"))
+        inputs = result.pop("input_tokens", result.get("tokens"))
         yield {
             "engine": "minillm",
             "workload": workload.name,
             "dtype": llm.engine.facts.dtype,
             "kv_cache_dtype": llm.engine.facts.kv_cache_dtype,
-            "requests": found.get("questions"),
+            "requests": result.get("questions"),
             "input_tokens": inputs,
             "output_tokens": 0,
             "seconds": round(seconds, 2),
             "output_tokens_per_s": 0.0,
-            **{name: _rounded(value) for name, value in found.items()},
+            **{name: _rounded(value) for name, value in result.items()},
         }
 
 

@@ -42,7 +42,7 @@ def load_questions(
         files = {path.stem: str(path) for path in sorted((DATA / "questions").glob("*.jsonl"))}
         if split not in files:
             raise ConfigError(f"no split {split!r} among the embedded questions; there are {', '.join(files)}")
-        found = datasets.load_dataset("json", data_files={split: files[split]}, split=split)
+        questions = datasets.load_dataset("json", data_files={split: files[split]}, split=split)
     else:
         try:
             parts = [datasets.load_dataset(str(source), name, split=split) for name in subjects or ["all"]]
@@ -53,13 +53,13 @@ def load_questions(
             ) from error
         except ValueError as error:  # a split or a subject that it does not have
             raise ConfigError(f"{source}: {error}") from error
-        found = datasets.concatenate_datasets(parts)
+        questions = datasets.concatenate_datasets(parts)
     if subjects is not None:
-        known = set(found.unique("subject"))
+        known = set(questions.unique("subject"))
         if missing := [subject for subject in subjects if subject not in known]:
             raise ConfigError(f"no subject {', '.join(missing)}; there are {', '.join(sorted(known))}")
-        found = found.filter(lambda row: row["subject"] in subjects)
-    return found.select_columns(COLUMNS)
+        questions = questions.filter(lambda row: row["subject"] in subjects)
+    return questions.select_columns(COLUMNS)
 
 
 def load_text(path: str | Path | None = None) -> str:
@@ -76,5 +76,5 @@ def load_trace(path: str | Path | None = None) -> "Dataset":
     Columns: arrival (seconds after the trace began), input_tokens (the shared prefix included), output_tokens,
     prefix_id (None: no shared prefix) and prefix_tokens.
     """
-    place = str(path or DATA / "traces" / "conversation.jsonl")
-    return _datasets().load_dataset("json", data_files=place, split="train")
+    file = str(path or DATA / "traces" / "conversation.jsonl")
+    return _datasets().load_dataset("json", data_files=file, split="train")

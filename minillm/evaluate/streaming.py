@@ -65,17 +65,17 @@ def streaming(
         prompts = [ids]
         if name == "recomputed":
             prompts = [ids[at - attention_window : at + 1] for at in scored]
-        with _longer(model, len(ids) + 1) if name == "dense" else nullcontext(model) as place:
+        with _longer(model, len(ids) + 1) if name == "dense" else nullcontext(model) as source:
             begin = time.perf_counter()
-            with LLM(place, **options | more) as llm:
+            with LLM(source, **options | more) as llm:
                 done = llm.generate(prompts, params)
                 stream = llm.engine.facts.stream
             seconds = time.perf_counter() - begin
         if name == "recomputed":
-            found = [prompt_logprob(each, -1, ids[at]) for each, at in zip(done, scored, strict=True)]
+            scores = [prompt_logprob(each, -1, ids[at]) for each, at in zip(done, scored, strict=True)]
         else:
-            found = [prompt_logprob(done[0], at, ids[at]) for at in scored]
-        perplexity = math.exp(-sum(found) / len(found))
+            scores = [prompt_logprob(done[0], at, ids[at]) for at in scored]
+        perplexity = math.exp(-sum(scores) / len(scores))
         base = base or perplexity
         yield {
             "engine": "minillm",
@@ -89,7 +89,7 @@ def streaming(
             "output_tokens_per_s": 0.0,
             "perplexity": round(perplexity, 4),
             "beside_recomputed": round(perplexity / base, 4),
-            "tokens": len(found),
+            "tokens": len(scores),
             "context": context,
             "length": len(ids),
             "blocks_of_a_row": stream and stream.max_blocks,

@@ -1,4 +1,4 @@
-"""What `minillm eval --tasks` measures, by name.  Lesson 05.
+"""The tasks of `minillm eval --tasks`, by name.  Lesson 05.
 
 isles         the embedded questions about the Tallow Isles, which have MMLU's form: held-out ones with five examples
               and with none, and ones that training asked
@@ -35,18 +35,18 @@ class Task:
 
 def workloads(tasks: Sequence[str] = DEFAULT) -> list[Task]:
     """The workloads of these tasks, loaded. Raises ConfigError for an unknown one; Unreachable, offline."""
-    found = []
+    loaded = []
     for task in tasks:
         if task == "text":
-            found.append(Task("held-out-text"))
+            loaded.append(Task("held-out-text"))
         elif task == "isles":
             held_out, asked, examples = load_questions(), load_questions(split="asked"), load_questions(split="dev")
-            found.append(Task("questions-held-out-5-shot", held_out, examples, 5))
-            found.append(Task("questions-held-out-0-shot", held_out))
-            found.append(Task("questions-asked-5-shot", asked, examples, 5))
+            loaded.append(Task("questions-held-out-5-shot", held_out, examples, 5))
+            loaded.append(Task("questions-held-out-0-shot", held_out))
+            loaded.append(Task("questions-asked-5-shot", asked, examples, 5))
         else:
-            found.append(_of_mmlu(task))
-    return found
+            loaded.append(_of_mmlu(task))
+    return loaded
 
 
 def held_out(task: str) -> Task:

@@ -24,7 +24,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     },
     "Completion": {
         "metrics": "arrival_time, first_token_time and finish_time are attributes of its own",
-        "lora_request": "adapters are merged into the weights",
+        "lora_request": "the request's options name its adapter",
         "encoder_prompt": "there are decoders only",
     },
     "Delta": {  # for vLLM's RequestOutput, where code that iterates over generate now does so over stream
@@ -67,7 +67,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "PoolingParams": "there are generating models only",
         "RequestOutputKind": "AsyncLLM.stream gives what is new, and AsyncLLM.generate the whole",
         "Logprob": "log-probabilities are {id: number}, and such a number has the attribute logprob",
-        "LoRARequest": "merge the adapter into the weights first",
+        "LoRARequest": "give adapters={'NAME': DIR} to LLM, and adapter='NAME' to generate",
     },
 }
 
@@ -80,7 +80,7 @@ class _Missing:
     def __init__(self, reason: str):
         self.reason = reason
 
-    def __get__(self, found: object, owner: type) -> NoReturn:
+    def __get__(self, instance: object, owner: type) -> NoReturn:
         raise AttributeError(self.reason)
 
 

@@ -15,6 +15,7 @@ CORS = "use --cors-origins"
 TOKENIZER = "the tokenizer is that of the model's directory"
 # What to do instead of an engine's options, where `options` says it in Python.
 ON_THE_COMMAND_LINE = {
+    "enable-lora": "give --adapter, or --max-loras if all are loaded later",
     "async-scheduling": "--run-ahead 0 reads each step's tokens before the next is launched",
     "compilation-config": "--enforce-eager turns CUDA graphs off; `minillm build` tunes them",
     "cpu-offload-gb": "weights stay in the GPU's memory: quantize them, as --quantization int8",
@@ -23,7 +24,6 @@ ON_THE_COMMAND_LINE = {
     **dict.fromkeys(("generation-config", "override-generation-config"), "requests have temperature and the like"),
     "kv-cache-memory-bytes": "use --num-blocks, or --gpu-memory-utilization",
     "logits-processors": "requests have logit_bias",
-    "pipeline-parallel-size": "use --tensor-parallel-size 2, with which GPUs share every layer",
     "profiler-config": "use --trace FILE",
     "speculative-config": "use --speculate ngram, which drafts from the text itself, or a draft model's directory",
     **dict.fromkeys(("tokenizer-mode", "tokenizer-revision"), TOKENIZER),
@@ -60,7 +60,7 @@ SERVE: Missing = {
     "allow-credentials": ((False,), CORS),
     "allowed-methods": ((), CORS),
     "allowed-headers": ((), CORS),
-    "lora-modules": ((), "merge the adapter into the weights first"),
+    "lora-modules": ((), "use --adapter, once for each"),
     "chat-template-content-format": (("auto", "string", "openai"), "contents in parts are joined as text"),
     "return-tokens-as-token-ids": ((False,), "requests have return_token_ids"),
     "enable-request-id-headers": ((ANY, True), ""),  # each response has the header
@@ -72,6 +72,7 @@ SERVE_NAMES = {
     "num-gpu-blocks-override": "num-blocks",
     "scheduling-policy": "policy",
     "tp": "tensor-parallel-size",
+    "dcp": "decode-context-parallel-size",
     "pp": "pipeline-parallel-size",
     "dp": "data-parallel-size",
     "q": "quantization",
@@ -150,19 +151,19 @@ def translated(args: Sequence[str], known: set[str], missing: Missing, names: Ma
             yield argument
             yield from left
             return
-        given, equals, value = argument.partition("=")
-        option = given.lstrip("-").replace("_", "-")
+        name, equals, value = argument.partition("=")
+        option = name.lstrip("-").replace("_", "-")
         option = names.get(option, option)
         negated = option.startswith("no-") and option.removeprefix("no-") in missing
         option = option.removeprefix("no-") if negated else option
-        long = given.startswith("--") or given in ("-tp", "-pp", "-dp", "-q")
+        long = name.startswith("--") or name in ("-tp", "-pp", "-dp", "-q")
         if argument.startswith("-O") and "-O" not in known:
             if argument == "-O":
                 argument += f" {next(left, '')}"
             print(f"minillm: {argument} has no effect here", file=sys.stderr)
         elif option in COUNTS and long:
             yield f"--{option}={_count(value if equals else next(left, ''))}"
-        elif not long or given in known:
+        elif not long or name in known:
             yield argument
         elif f"--{option}" in known or option not in missing:
             yield f"--{option}{equals}{value}"
@@ -172,8 +173,8 @@ def translated(args: Sequence[str], known: set[str], missing: Missing, names: Ma
             asked: Any = not negated if flag else value if equals else next(left, "")
             if ANY not in nothing and asked not in nothing and str(asked) not in map(str, nothing):
                 reason = f"minillm has no such option; {instead}"
-                raise typer.BadParameter(reason, param_hint=f"{given}={asked}" if not flag else given)
-            print(f"minillm: {given} has no effect here", file=sys.stderr)
+                raise typer.BadParameter(reason, param_hint=f"{name}={asked}" if not flag else name)
+            print(f"minillm: {name} has no effect here", file=sys.stderr)
 
 
 def _count(text: str) -> str:
@@ -189,10 +190,10 @@ class Group(TyperGroup):
     """A group of commands that knows vLLM's too."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = super().get_command(ctx, cmd_name)
-        if found is None and cmd_name in COMMANDS:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in COMMANDS:
             raise typer.BadParameter(f"minillm has no such command; {COMMANDS[cmd_name]}", param_hint=cmd_name)
-        return found
+        return command
 
 
 class _Command(TyperCommand):

@@ -40,7 +40,6 @@ FIELDS: dict[str, tuple[tuple, str]] = {
     "include_reasoning": ((True, False), "read the answer's text yourself"),
     "thinking_token_budget": ((), "use max_tokens"),
     "chat_template_content_format": (("auto", "string"), "contents in parts are joined as text"),
-    "prompt_embeds": ((), "send text or token ids"),
     "detokenize": ((True,), "use return_token_ids"),
     "guided_whitespace_pattern": ((), "leave it out"),
 }
@@ -61,7 +60,7 @@ PATHS = {
         ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank"),
         "there are generating models only",
     ),
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "merge the adapter into the weights first"),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "start the server with --adapter-folder DIR"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read text only"),
     "/generate": "use /v1/completions",
     "/load": "the numbers of requests are at /metrics",

@@ -9,7 +9,6 @@ from minillm.values import as_int, shown
 ANY = object()  # every value asks for nothing that is missing here
 # Options that minillm does not have: the values that ask for nothing, and what to do instead of any other.
 ENGINE: dict[str, tuple[tuple, str]] = {
-    "pipeline_parallel_size": ((1, None), "use tensor_parallel_size=2, with which GPUs share every layer"),
     "data_parallel_size": ((1, None), "start one engine for each"),
     "distributed_executor_backend": ((None, "uni", "mp"), "the engine starts its processes itself"),
     "trust_remote_code": ((ANY,), ""),  # no code that comes with a model is ever run
@@ -29,9 +28,7 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "enable_sleep_mode": ((None, False), "close the LLM, and make another one"),
     "attention_backend": ((ANY,), ""),  # there is one for a CPU, and one for a GPU
     "disable_cascade_attn": ((ANY,), ""),
-    "max_lora_rank": ((ANY,), ""),  # with enable_lora only
-    "max_loras": ((ANY,), ""),
-    "enable_lora": ((None, False), "merge the adapter into the weights first"),
+    "enable_lora": ((None, False), "give adapters={'NAME': DIR}, or max_loras if all are loaded later"),
     "speculative_config": (
         (None,),
         "use speculate='ngram', which drafts from the text itself, or give a draft model's directory as speculate",
@@ -70,7 +67,7 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "attention_config": ((None, {}), "there is one backend for a CPU, and one for a GPU"),
     "profiler_config": ((None, {}), "give trace=FILE, or use torch.profiler around generate"),
     "mm_processor_kwargs": ((None, {}), "models read text only"),
-    "enable_prompt_embeds": ((None, False), "give text or token ids"),
+    "enable_prompt_embeds": ((ANY,), ""),  # of the caller's own process: `minillm serve` has it, too
     "enable_expert_parallel": ((None, False), "there are no models of experts"),
     "disable_sliding_window": ((None, False), "windows are those of the model's config.json"),
     "calculate_kv_scales": ((ANY,), ""),  # each token and head has a scale of its own
@@ -88,10 +85,12 @@ VALUES: dict[str, dict[Any, Any]] = {
 }
 NONE_IS_DEFAULT = (
     "block_size",
+    "decode_context_parallel_size",
     "dtype",
     "enable_prefix_caching",
     "kv_cache_dtype",
     "load_format",
+    "pipeline_parallel_size",
     "tensor_parallel_size",
 )
 STORED = (
@@ -145,7 +144,7 @@ SAMPLING: dict[str, tuple[tuple, str]] = {
 RENDER = "render the conversation, encode it with add_special_tokens=False, and give the token ids to generate"
 GENERATE: dict[str, tuple[tuple, str]] = {
     "prompt_token_ids": ((None,), 'give prompts={"prompt_token_ids": ids}, or a list of those'),
-    "lora_request": ((None,), "merge the adapter into the weights first"),
+    "lora_request": ((None,), "give adapters={'NAME': DIR} to LLM, and adapter='NAME' here"),
     "priority": ((None,), "make LLM(policy='priority'), and give options=[RequestOptions(priority=...), ...]"),
     "tokenization_kwargs": ((None,), "tokenize yourself, and give token ids"),
     "chat_template": ((None,), "put the template into the model's tokenizer_config.json"),
@@ -163,15 +162,16 @@ PROMPT: dict[str, tuple[tuple, str]] = {
         ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"), ((None, {}), "models read text only")
     ),
     "cache_salt": ((None,), "give options=RequestOptions(cache_salt=...)"),
-    "prompt_embeds": ((None,), "give text or token ids"),
     **dict.fromkeys(("encoder_prompt", "decoder_prompt"), ((None,), "there are decoders only")),
 }
 
 
-def without(given: Mapping[str, Any], known: Mapping[str, tuple[tuple, str]], error: type[Exception]) -> dict[str, Any]:
+def without(
+    options: Mapping[str, Any], known: Mapping[str, tuple[tuple, str]], error: type[Exception]
+) -> dict[str, Any]:
     """Remove vLLM's options that have no effect here. Raises `error` for one that would change the result."""
-    left = dict(given)
-    for name in given.keys() & known.keys():
+    left = dict(options)
+    for name in options.keys() & known.keys():
         nothing, instead = known[name]
         value = left.pop(name)
         if nothing != (ANY,) and not any(_same(value, each) for each in nothing):
@@ -186,9 +186,9 @@ def _same(value: Any, known: Any) -> bool:
     return value is known or (type(value) is type(known) and value == known)
 
 
-def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the options of an engine; other names stay as they are. Raises ConfigError."""
-    left = without(given, ENGINE, ConfigError)
+    left = without(options, ENGINE, ConfigError)
     for name, values in VALUES.items():
         if isinstance(value := left.get(name), (str, int)) and value in values:
             left[name] = values[value]
@@ -199,20 +199,20 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return left
 
 
-def sampling_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the arguments of SamplingParams. Raises InvalidRequest."""
-    left = without(given, SAMPLING, InvalidRequest)
+    left = without(options, SAMPLING, InvalidRequest)
     if as_int(left.get("seed")) == -1:
         left["seed"] = None
     return left
 
 
-def generate_arguments(params: Any, options: Any, progress: bool, given: Mapping[str, Any]) -> tuple[Any, bool]:
+def generate_arguments(params: Any, options: Any, progress: bool, others: Mapping[str, Any]) -> tuple[Any, bool]:
     """Return `params` and `progress` of generate and chat, which vLLM calls sampling_params and use_tqdm.
 
     options: only checked. Raises InvalidRequest, also for a name that neither has.
     """
-    left = without(given, GENERATE, InvalidRequest)
+    left = without(others, GENERATE, InvalidRequest)
     if isinstance(options, bool):
         raise InvalidRequest(f"the third argument is options: give the progress bar by name, as use_tqdm={options}")
     if "sampling_params" in left:
@@ -221,23 +221,26 @@ def generate_arguments(params: Any, options: Any, progress: bool, given: Mapping
         params = left.pop("sampling_params")
     progress = bool(left.pop("use_tqdm", progress))
     if left:
-        raise InvalidRequest(f"{', '.join(sorted(left))}: no such argument; there are params, options and progress")
+        known = "params, options, adapter and progress"
+        raise InvalidRequest(f"{', '.join(sorted(left))}: no such argument; there are {known}")
     return params, progress
 
 
-def translated_prompt(given: Any) -> Any:
+def translated_prompt(prompt: Any) -> Any:
     """Translate a prompt: {"prompt": text} to the text, {"prompt_token_ids": ids} to the ids; others stay as they are.
 
     Raises InvalidRequest.
     """
-    if not isinstance(given, Mapping):
-        return given
-    found = {name: value for name, value in without(given, PROMPT, InvalidRequest).items() if value is not None}
-    value = found.get("prompt_token_ids", found.get("prompt"))
-    if found.keys() - {"prompt", "prompt_token_ids"} or value is None or as_int(value) is not None:
-        ways = 'a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
-        raise InvalidRequest(f"a prompt must be {ways}, not {shown(given)}")
-    if "prompt_token_ids" in found and isinstance(value, str):  # encoding a chat template's text would begin it twice
+    if not isinstance(prompt, Mapping):
+        return prompt
+    parts = {name: value for name, value in without(prompt, PROMPT, InvalidRequest).items() if value is not None}
+    if list(parts) in (["prompt_embeds"], ["parts"]):
+        return parts
+    value = parts.get("prompt_token_ids", parts.get("prompt"))
+    if parts.keys() - {"prompt", "prompt_token_ids"} or value is None or as_int(value) is not None:
+        ways = 'a string, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": tensor}'
+        raise InvalidRequest(f"a prompt must be {ways}, not {shown(prompt)}")
+    if "prompt_token_ids" in parts and isinstance(value, str):  # encoding a chat template's text would begin it twice
         raise InvalidRequest(
             f"prompt_token_ids must be token ids, not {shown(value)}: encode the text, with add_special_tokens=False "
             "if a chat template has made it"

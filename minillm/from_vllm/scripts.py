@@ -88,12 +88,12 @@ class Tokenizer(PlainTokenizer):
         raise TokenizerError("a tokenizer is no function here: use encode(text), which returns the list of ids")
 
 
-def _explaining(found: PlainTokenizer | None) -> PlainTokenizer | None:
+def _explaining(tokenizer: PlainTokenizer | None) -> PlainTokenizer | None:
     """Return the same tokenizer as one of this module's; an object of the user's own stays as it is."""
-    if type(found) is not PlainTokenizer:
-        return found
+    if type(tokenizer) is not PlainTokenizer:
+        return tokenizer
     copy = Tokenizer.__new__(Tokenizer)
-    vars(copy).update(vars(found))
+    vars(copy).update(vars(tokenizer))
     return copy
 
 
@@ -111,7 +111,14 @@ class LLM(llm.LLM):
         self.tokenizer = _explaining(self.tokenizer)
 
     def generate(
-        self, prompts: Any = None, params: Any = None, options: Any = None, *, progress: bool = False, **vllm: Any
+        self,
+        prompts: Any = None,
+        params: Any = None,
+        options: Any = None,
+        *,
+        adapter: Any = None,
+        progress: bool = False,
+        **vllm: Any,
     ) -> list[request.Completion]:
         """Complete prompts, which may be dictionaries. vllm: sampling_params, use_tqdm, and what asks for nothing.
 
@@ -122,14 +129,22 @@ class LLM(llm.LLM):
         for i in range(len(each)):
             with naming("prompt", i, len(each)):
                 each[i] = translated_prompt(each[i])
-        return [Completion.of(done) for done in super().generate(each, params, options, progress=progress)]
+        done = super().generate(each, params, options, adapter=adapter, progress=progress)
+        return [Completion.of(one) for one in done]
 
     def chat(
-        self, messages: Any, params: Any = None, options: Any = None, *, progress: bool = False, **vllm: Any
+        self,
+        messages: Any,
+        params: Any = None,
+        options: Any = None,
+        *,
+        adapter: Any = None,
+        progress: bool = False,
+        **vllm: Any,
     ) -> list[request.Completion]:
         """Answer one conversation or several; arguments as those of `generate`."""
         params, progress = generate_arguments(params, options, progress, vllm)
-        return super().chat(messages, params, options, progress=progress)
+        return super().chat(messages, params, options, adapter=adapter, progress=progress)
 
     def get_tokenizer(self) -> PlainTokenizer | None:
         """Return the tokenizer."""

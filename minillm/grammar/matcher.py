@@ -59,7 +59,7 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why the library gave up: the grammar is wrong, or needs more work than `LIMITS` allow."""
+        """Return why the library gave up: the grammar is wrong, or needs more work than `LIMITS` allow."""
         return said(self._state.get_error()) if self._state.is_error() else None
 
     def _compute(self) -> np.ndarray:
@@ -113,9 +113,9 @@ class Grammars:
         grammar is wrong or too complex, or if the model's tokenizer does not suffice; MissingPackage.
         """
         with self._lock:
-            if found := self._kept.get((kind, text)):
+            if matcher := self._kept.get((kind, text)):
                 self._kept.move_to_end((kind, text))
-                return found.copy()
+                return matcher.copy()
         try:
             made = _compile(*self._tokenizer(), kind, text)
         except RecursionError:

@@ -58,9 +58,9 @@ def _fragment(schema: Part, reference: str) -> str | None:
     """The "#..." of a reference to the schema itself, which may call it by its $id; None: it names another document."""
     if reference.startswith("#"):
         return reference
-    given = schema.get("$id", "")
+    own = schema.get("$id", "")
     try:
-        base = urldefrag(given).url if isinstance(given, str) else ""
+        base = urldefrag(own).url if isinstance(own, str) else ""
         document, fragment = urldefrag(urljoin(base, reference))
     except ValueError:  # one of them is no URL
         return None
@@ -97,20 +97,20 @@ def children(schema: Part, pointer: str, part: Part) -> Iterator[tuple[str, Part
             yield from ((step(pointer, keyword, n), each) for n, each in enumerate(value))
         elif keyword in _ONE_OR_MORE:
             yield step(pointer, keyword), value
-    if found := target(schema, part.get("$ref")):
-        yield found
+    if referred := target(schema, part.get("$ref")):
+        yield referred
 
 
 def parts(schema: Part) -> dict[str, dict[str, Any]]:
     """The dictionaries among the parts of a schema, by their pointers."""
-    found: dict[str, dict[str, Any]] = {}
+    by_pointer: dict[str, dict[str, Any]] = {}
     left = [("#", schema)]
     while left:
         pointer, part = left.pop()
-        if isinstance(part, dict) and pointer not in found:
-            found[pointer] = part
+        if isinstance(part, dict) and pointer not in by_pointer:
+            by_pointer[pointer] = part
             left += children(schema, pointer, part)
-    return found
+    return by_pointer
 
 
 # ---- what is checked and changed
@@ -119,37 +119,37 @@ def parts(schema: Part) -> dict[str, dict[str, Any]]:
 def prepared(schema: Part, library: Any) -> Part:
     """The schema as the library is to compile it; changed in place. Raises InvalidRequest."""
     _check_multiples(schema)
-    found = parts(schema)
-    _check_expressions(found)
-    _check_references(schema, found)
-    _check_cycles(schema, found)
-    _settle_patterns(found, library)
-    found = parts(schema)
-    whole = any("integer" in _types(part) for part in found.values())
-    for pointer, part in found.items():
+    by_pointer = parts(schema)
+    _check_expressions(by_pointer)
+    _check_references(schema, by_pointer)
+    _check_cycles(schema, by_pointer)
+    _settle_patterns(by_pointer, library)
+    by_pointer = parts(schema)
+    whole = any("integer" in _types(part) for part in by_pointer.values())
+    for pointer, part in by_pointer.items():
         _check_values(pointer, {name: part[name] for name in ("const", "enum") if name in part}, whole)
         _check_bounds(pointer, part)
-    close(found.values())
+    close(by_pointer.values())
     return schema
 
 
 def is_deep(expression: str) -> bool:
     """Return whether a regular expression has more than `MOST_NESTED` groups or sets of characters in each other."""
     groups = sets = 0
-    for found in re.finditer(r"\\.|[][()]", expression, re.DOTALL):
-        if found[0] == "[":
+    for match in re.finditer(r"\\.|[][()]", expression, re.DOTALL):
+        if match[0] == "[":
             sets += 1
-        elif found[0] == "]":
+        elif match[0] == "]":
             sets = max(0, sets - 1)
-        elif found[0] in "()" and not sets:
-            groups = max(0, groups + (1 if found[0] == "(" else -1))
+        elif match[0] in "()" and not sets:
+            groups = max(0, groups + (1 if match[0] == "(" else -1))
         if groups + sets > MOST_NESTED:
             return True
     return False
 
 
-def _check_expressions(found: dict[str, dict[str, Any]]) -> None:
-    for pointer, part in found.items():
+def _check_expressions(by_pointer: dict[str, dict[str, Any]]) -> None:
+    for pointer, part in by_pointer.items():
         named = part.get("patternProperties")
         for each in (part.get("pattern"), *(named if isinstance(named, dict) else ())):
             if isinstance(each, str) and (why := too_large(each)):
@@ -163,12 +163,14 @@ def too_large(expression: str) -> str | None:
     return f"is nested too deeply: at most {MOST_NESTED} groups in each other" if is_deep(expression) else None
 
 
-def _check_references(schema: Part, found: dict[str, dict[str, Any]]) -> None:
+def _check_references(schema: Part, by_pointer: dict[str, dict[str, Any]]) -> None:
     """Refuse references to what is not among the parts: the library may find it, but nothing was checked there."""
-    anchors = {f"#{part[name]}" for part in found.values() for name in ("$anchor", "$dynamicAnchor") if name in part}
-    anchors |= {part[name] for part in found.values() for name in ("$id", "id") if isinstance(part.get(name), str)}
-    bases = [pointer for pointer, part in found.items() if pointer != "#" and _is_base(part)]
-    for pointer, part in found.items():
+    anchors = {
+        f"#{part[name]}" for part in by_pointer.values() for name in ("$anchor", "$dynamicAnchor") if name in part
+    }
+    anchors |= {part[name] for part in by_pointer.values() for name in ("$id", "id") if isinstance(part.get(name), str)}
+    bases = [pointer for pointer, part in by_pointer.items() if pointer != "#" and _is_base(part)]
+    for pointer, part in by_pointer.items():
         if not isinstance(reference := part.get("$ref"), str):
             continue
         fragment = _fragment(schema, reference)
@@ -235,13 +237,15 @@ def _check_bounds(pointer: str, part: dict[str, Any]) -> None:
             )
 
 
-def _settle_patterns(found: dict[str, dict[str, Any]], library: Any) -> None:
+def _settle_patterns(by_pointer: dict[str, dict[str, Any]], library: Any) -> None:
     """Give the schemas of patternProperties to the properties that an object lists, if they match no other names.
 
     The library would allow a comma after the listed ones, and then find no name that may follow.
     """
-    patterned = {pointer: part for pointer, part in found.items() if isinstance(part.get("patternProperties"), dict)}
-    everywhere = list({name: None for part in found.values() for name in _names(part)})
+    patterned = {
+        pointer: part for pointer, part in by_pointer.items() if isinstance(part.get("patternProperties"), dict)
+    }
+    everywhere = list({name: None for part in by_pointer.values() for name in _names(part)})
     count = sum(len(part["patternProperties"]) for part in patterned.values())
     if count > MOST_PATTERNS or len(patterned) * len(everywhere) > MOST_NAMES:
         raise refusal(
@@ -249,7 +253,7 @@ def _settle_patterns(found: dict[str, dict[str, Any]], library: Any) -> None:
             f"patternProperties may have {MOST_PATTERNS} patterns in a schema, and objects with them times all names "
             f"of properties may be {MOST_NAMES:,}: leave some out",
         )
-    combines = any(map(_combines, found.values()))
+    combines = any(map(_combines, by_pointer.values()))
     for pointer, part in patterned.items():
         patterns, names = part["patternProperties"], _names(part)
         others = part.get("additionalProperties", True)
@@ -305,16 +309,16 @@ def _accepted(schema: Part, texts: list[str], library: Any) -> list[int]:
     return [n for n, each in enumerate(data) if matcher.is_error() or matcher.validate_tokens(each) == len(each)]
 
 
-def close(found: Collection[dict[str, Any]]) -> None:
+def close(dictionaries: Collection[dict[str, Any]]) -> None:
     """Let objects whose schema lists properties and says nothing of others have only these and the required ones, as
     vLLM does.
 
     JSON Schema itself allows any, with which a model may go on as long as it likes. A schema that combines several for
     one object is left as it is.
     """
-    if any(map(_combines, found)):
+    if any(map(_combines, dictionaries)):
         return
-    for part in found:
+    for part in dictionaries:
         listed = part.get("properties")
         if isinstance(listed, dict) and not any(name in part for name in _OTHERS):
             for name in _required(part):
@@ -354,11 +358,11 @@ def _check_multiples(schema: Part) -> None:
                     )
 
 
-def _check_cycles(schema: Part, found: dict[str, dict[str, Any]]) -> None:
+def _check_cycles(schema: Part, by_pointer: dict[str, dict[str, Any]]) -> None:
     """Refuse a part that is defined by itself, and one whose values contain each other without end."""
     same: dict[str, list[str]] = {}  # the parts that hold for the same value
     needed: dict[str, list[str]] = {}  # the parts that each value needs
-    for pointer, part in found.items():
+    for pointer, part in by_pointer.items():
         options = {name: part[name] for name in ("allOf", "anyOf", "oneOf") if isinstance(part.get(name), list)}
         same[pointer] = [step(pointer, name, n) for name, each in options.items() for n in range(len(each))]
         needed[pointer] = [
@@ -403,8 +407,8 @@ def _contents(pointer: str, part: dict[str, Any]) -> list[str]:
 
 def grammar(schema: Part, library: Any) -> str:
     """The library's grammar for a schema. Raises ValueError."""
-    given = schema | {"x-guidance": OPTIONS} if isinstance(schema, dict) else schema
-    return str(library.LLMatcher.grammar_from_json_schema(json.dumps(given)))
+    with_options = schema | {"x-guidance": OPTIONS} if isinstance(schema, dict) else schema
+    return str(library.LLMatcher.grammar_from_json_schema(json.dumps(with_options)))
 
 
 _WORDS = (
@@ -467,8 +471,8 @@ def _moved(schema: Part) -> Part:
 def _in_our_words(why: str) -> str:
     why = why.replace("#/$defs/whole", "#").replace("/$defs/whole", "")
     for pattern, words in _WORDS:
-        if found := re.search(pattern, why):
-            return found.expand(words)[:QUOTED]
+        if match := re.search(pattern, why):
+            return match.expand(words)[:QUOTED]
     return f"{why[:QUOTED]}: change this part, or leave it out and check the value yourself"
 
 

@@ -25,15 +25,15 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> None:
         many = getattr(tokenizer, "tokens_bytes", None)
-        found = many(range(vocab_size)) if many else [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        texts = many(range(vocab_size)) if many else [tokenizer.token_bytes(id) for id in range(vocab_size)]
         for id in eos:  # they end a text, even if the tokenizer takes them for plain text
-            found[id] = None
-        self.complete = {bytes([byte]) for byte in IN_TEXT} <= {*found}
+            texts[id] = None
+        self.complete = {bytes([byte]) for byte in IN_TEXT} <= {*texts}
         if not self.complete:  # a part of a character would be allowed, and its rest might have no token
-            found = [None if each is None or not _is_text(each) else each for each in found]
+            texts = [None if each is None or not _is_text(each) else each for each in texts]
         self.eos_token_id = eos[0]
-        self.special_token_ids = [id for id, each in enumerate(found) if each is None]
-        self.tokens = [SPECIAL + b"[%d]" % id if each is None else each for id, each in enumerate(found)]
+        self.special_token_ids = [id for id, each in enumerate(texts) if each is None]
+        self.tokens = [SPECIAL + b"[%d]" % id if each is None else each for id, each in enumerate(texts)]
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from minillm.errors import MinillmError
+from minillm.prompts import Embeddings
 
 
 class BlockPoolError(MinillmError, RuntimeError):
@@ -109,11 +110,11 @@ class BlockPool:
                     self._free.append(block)
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are cached: sharing them reduces `available` by that many."""
+        """Count those of these blocks that are cached: sharing them reduces `available` by that many."""
         return sum(self.references[block] == 0 for block in blocks)
 
     def are_cached(self, blocks: Iterable[int]) -> list[bool]:
-        """Whether each of these blocks is cached."""
+        """Return whether each of these blocks is cached."""
         return [block in self._cached for block in blocks]
 
     def check(self, holders: Iterable[int]) -> None:
@@ -129,16 +130,26 @@ class BlockPool:
         assert cached <= self._key_of.keys() and len(self._key_of) == len(self._block_of), "a prefix key is lost"
 
 
-def prefix_keys(tokens: np.ndarray, block_size: int, cache_key: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
+def prefix_keys(
+    tokens: np.ndarray,
+    block_size: int,
+    cache_key: tuple = (),
+    known: Sequence[bytes] = (),
+    embeddings: Embeddings | None = None,
+) -> list[bytes]:
     """A key for each full block of `tokens`: a hash of its tokens and all tokens before it.  Lesson 09.
 
     Equal keys mean equal prefixes, and so equal keys and values in the cache. cache_key: what else must be equal
-    (`RequestOptions.cache_key`), which separates tenants. known: keys already computed for the first blocks.
+    (`Request.cache_key`), which separates tenants and adapters. known: keys already computed for the first blocks.
+    embeddings: those that some positions have instead of tokens, which are hashed with their block.
     """
     keys = list(known)
-    parent = keys[-1] if keys else hashlib.blake2b(cache_key.encode(), digest_size=16).digest()
+    parent = keys[-1] if keys else hashlib.blake2b(repr(cache_key).encode(), digest_size=16).digest()
     tokens = np.ascontiguousarray(tokens, dtype=np.int32)
     for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashlib.blake2b(parent + tokens[start : start + block_size].tobytes(), digest_size=16).digest()
+        content = tokens[start : start + block_size].tobytes()
+        if embeddings is not None:
+            content += embeddings.digest(start, start + block_size)
+        parent = hashlib.blake2b(parent + content, digest_size=16).digest()
         keys.append(parent)
     return keys

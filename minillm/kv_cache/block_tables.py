@@ -71,8 +71,8 @@ class BlockTables:
         """List the blocks that these rows [n] hold: (rows [m], blocks [m]), a pair for each block of each row."""
         first, after = self._columns(rows)
         at, columns = _spans(first.ravel(), after.ravel())
-        groups, places = np.divmod(at, len(rows))
-        holders = rows[places]
+        groups, indices = np.divmod(at, len(rows))
+        holders = rows[indices]
         return holders, self.blocks[groups, holders, columns]
 
     def _columns(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -86,12 +86,12 @@ class BlockTables:
 
         A group with a window needs only the blocks that the next query sees; -1 stands for those before them.
         """
-        found: list[list[int]] = [[] for _ in self.windows]
+        cached: list[list[int]] = [[] for _ in self.windows]
         count = len(keys)
         for group, window in enumerate(self.windows):
             if window is None:
-                found[group] = pool.lookup(group_key(key, group) for key in keys[:count])
-                count = len(found[group])
+                cached[group] = pool.lookup(group_key(key, group) for key in keys[:count])
+                count = len(cached[group])
         hidden = self.hidden(np.arange(count + 1) * self.block_size).tolist()
         group = 0
         while group < self.groups:
@@ -101,9 +101,9 @@ class BlockTables:
                 if len(back) < count - first:  # a prefix must end at least a window after the missing block
                     count, group = count - len(back) - 1, 0
                     continue
-                found[group] = [-1] * first + back[::-1]
+                cached[group] = [-1] * first + back[::-1]
             group += 1
-        return [blocks[:count] for blocks in found]
+        return [blocks[:count] for blocks in cached]
 
     def blocks_of(self, pool: BlockPool, key: bytes) -> list[int]:
         """The cached or used blocks, of all groups, that hold the last block of the prefix `key`."""

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Which layers share a block table.
+    """Groups of layers that share a block table.
 
     The least frequent kind of layer forms one group. The others are split into groups of that size; a remainder forms a
     group that uses only a part of its blocks. Gemma 3 1B's 4 global layers form one group and its 22 local layers six,
-    one of them with 2 layers, so 2 of 28 places are unused. Layers of a single kind form one group.
+    one of them with 2 layers, so room for 2 of 28 layers is unused. Layers of a single kind form one group.
     """
 
     windows: tuple[int | None, ...]  # for each group: tokens that its layers' queries see; None: all
     size: int  # layers that a block has room for
-    places: tuple[tuple[int, int], ...]  # for each layer: its group, and its index in the group's blocks
+    of_layer: tuple[tuple[int, int], ...]  # for each layer: its group, and its index in the group's blocks
 
     @classmethod
     def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
@@ -32,12 +32,12 @@ class LayerGroups:
             kinds.setdefault(window, []).append(layer)
         size = min(len(layers) for layers in kinds.values())
         of_group: list[int | None] = []
-        places = [(0, 0)] * len(windows)
+        of_layer = [(0, 0)] * len(windows)
         for window, layers in kinds.items():
             for at, layer in enumerate(layers):
-                places[layer] = len(of_group) + at // size, at % size
+                of_layer[layer] = len(of_group) + at // size, at % size
             of_group += [window] * -(-len(layers) // size)
-        return cls(tuple(of_group), size, tuple(places))
+        return cls(tuple(of_group), size, tuple(of_layer))
 
 
 def blocks_held(tokens: int, windows: Sequence[int | None], block_size: int, chunk: int = 1) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minillm.ops.signatures import Rows
+from minillm.ops.signatures import Adapted, Rows
 
 
 @dataclass
@@ -21,4 +21,6 @@ class Batch:
     decode: tuple[Rows, ...]  # in each layer group, the rows of the first tokens; (): none
     prefill: tuple[Rows, ...]  # the rows of the other tokens; (): none
     logits_index: Tensor | None  # [samples] int64: tokens whose final hidden states are returned; None: all
+    adapted: Adapted | None = None  # which adapters the tokens have; None: none has one
+    embedded: tuple[Tensor, Tensor] | None = None  # [m] int64 tokens that have no id but embeddings, [m, hidden]
     streams: bool = False  # keys are cached before their rotary embedding; attention rotates them by their position

@@ -106,19 +106,19 @@ def read_headers(directory: Path) -> dict[str, Entry]:
 
     Raises ConfigError if a file is missing or truncated, or if two files have the same tensor and no index chooses.
     """
-    placed, found = _placed(directory), dict[str, Entry]()
+    placed, entries = _placed(directory), dict[str, Entry]()
     for file in checkpoint_files(directory):
         for name, entry in read_header(file).items():
-            if name in found:
-                other = found[name].file
+            if name in entries:
+                other = entries[name].file
                 if placed.get(name) not in (file.name, other.name):
                     raise ConfigError(
                         f"tensor {name} is in {other} and in {file}: remove the one that is not the model's"
                     )
                 if placed[name] == other.name:
                     continue
-            found[name] = entry
-    return found
+            entries[name] = entry
+    return entries
 
 
 def rows_at_once(entry: Entry) -> int:
@@ -179,12 +179,12 @@ class Pieces:
     def _slice(self, size: int, shape: tuple[int, ...]) -> Tensor:
         return self.buffer[:size].view(FILE_DTYPES[self.entry.dtype]).view(-1, *shape)
 
-    def _fill(self, stream: FileIO, offset: int, place: int, size: int) -> None:
-        """Read `size` bytes of the tensor, from this offset on, to a place in the buffer."""
+    def _fill(self, stream: FileIO, offset: int, start: int, size: int) -> None:
+        """Read `size` bytes of the tensor, from this offset on, to a start in the buffer."""
         stream.seek(self.entry.start + offset)
         filled = 0
         while filled < size:
-            count = stream.readinto(self.window[place + filled : place + size])
+            count = stream.readinto(self.window[start + filled : start + size])
             if not count:
                 raise ConfigError(f"{self.entry.file} became shorter while it was read")
             filled += count

@@ -5,7 +5,6 @@ with more norms in some families: after attention and MLP (Gemma 2 and 3), of qu
 `ops/reference.py` defines what each operation computes; this file defines their order.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,13 +14,15 @@ from torch import Tensor
 
 from minillm import ops
 from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
-from minillm.ops.signatures import AttentionOptions
+from minillm.ops.signatures import Adapted, AttentionOptions
 from minillm.quantization import Recipe, Weight, weight_only
 
 from .batch import Batch
 from .config import ModelConfig
 from .families import ARCHITECTURES, QK_NORMS
-from .parallel import OneDevice, Parallel
+from .parallel import OneDevice, Parallel, received, sent, sharded_embedding, summed_normed_linear
+from .rotary import rotary_table
+from .split_attention import split_attention
 
 PROJECTIONS = ("qkv", "attention_out", "gate_up", "down")
 
@@ -45,8 +46,8 @@ class Layer:
     group: int = 0  # index of this layer's group in `Batch.slots`, `decode` and `prefill`
 
 
-class Places(NamedTuple):
-    """Where the tokens of a batch are: the angles of their positions, and their slots in the cache."""
+class TokenMetadata(NamedTuple):
+    """Computed once for all layers: the angles of the tokens' positions, and their slots in the cache."""
 
     cos_sin: Tensor  # [tokens, 2, head_dim]
     local_cos_sin: Tensor  # the same for layers that are `local`
@@ -60,7 +61,8 @@ class Model:
     are allocated here, in the formats that `recipe` names, and filled by `loader`. `cache_spec` is the format of each
     layer's cache, which `kv_cache_dtype` names ("auto": the model's dtype). `parallel` connects it to the shards on
     other GPUs: `config` is the whole model's shape, `local` that of the shard here. Raises ConfigError for an unknown
-    cache format, and for sizes that the GPUs cannot share evenly.
+    cache format, and for sizes that the GPUs cannot share evenly. `layers` are those of this stage of a pipeline, with
+    the numbers in `held`; where a stage needs no embedding or head, these have no rows.
     """
 
     def __init__(
@@ -75,10 +77,13 @@ class Model:
         parallel: Parallel = OneDevice(),
     ):
         self.parallel, self.local = parallel, config.shard(parallel.size)
+        stage, self.held = parallel.stage, parallel.stage.layers(config.num_layers)
+        self.partial = parallel.size > 1 and "after_mlp_norm" not in ARCHITECTURES[config.architecture].norms
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.max_model_len = max_model_len
         self.ops = ops.on(self.device.type)
-        self.cache_spec = CacheSpec.of(kv_cache_dtype, self.local.num_kv_heads, config.head_dim, dtype)
+        whole = CacheSpec.of(kv_cache_dtype, self.local.num_kv_heads, config.head_dim, dtype)
+        self.cache_spec = parallel.share.spec(whole)
         hidden, head_dim, inner = config.hidden_size, config.head_dim, self.local.intermediate_size
         query_size, kv_size = self.local.num_heads * head_dim, self.local.num_kv_heads * head_dim
         # transformers multiplies by Gemma's norm weights in float32 for every dtype, by Llama's in the model's dtype.
@@ -95,14 +100,13 @@ class Model:
         def norm(size: int = hidden) -> Tensor:
             return torch.empty(size, dtype=norm_dtype, device=self.device)
 
-        self.head = matrix("head", self.local.vocab_size, hidden)
-        self.embedding = self.head
-        if not config.tie_word_embeddings:
-            self.embedding = matrix("embedding", self.local.vocab_size, hidden)
+        tied, vocab = config.tie_word_embeddings, self.local.vocab_size
+        self.head = matrix("head", vocab if stage.last or tied and stage.first else 0, hidden)
+        self.embedding = self.head if tied else matrix("embedding", vocab if stage.first else 0, hidden)
         self.head_tokens: Tensor | None = None  # [n] int64: of the head's rows, after `cut_head`
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.layer_norms = tuple(ARCHITECTURES[config.architecture].norms)
-        self.groups = config.groups(max_model_len)
+        self.groups = stage.groups(config.groups(max_model_len))
         scale = config.attention_scale or head_dim**-0.5
         self.layers = [
             Layer(
@@ -113,13 +117,11 @@ class Model:
                 gate_up=matrix(f"layers.{index}.gate_up", 2 * inner, hidden, config.mlp_bias),
                 down=matrix(f"layers.{index}.down", hidden, inner, config.mlp_bias),
                 attention=AttentionOptions(scale, self.groups.windows[group], config.attention_soft_cap),
-                local=bool(window and config.local_rope_theta),
+                local=bool(config.local_rope_theta and config.windows and config.windows[index]),
                 group=group,
                 **{name: norm(head_dim if name in QK_NORMS else hidden) for name in self.layer_norms},
             )
-            for index, (window, (group, _)) in enumerate(
-                zip(config.windows or (None,) * config.num_layers, self.groups.places, strict=True)
-            )
+            for index, (group, _) in zip(self.held, self.groups.of_layer, strict=True)
         ]
         self.final_norm = norm()
         self.rotary = rotary_table(config, max_model_len, dtype=dtype, device=self.device)
@@ -131,36 +133,39 @@ class Model:
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
         """The final hidden states of the tokens in `batch.logits_index` (None: all): [samples, hidden].
 
+        In the last stage of a pipeline; what the others return means nothing, as they send it to the next one.
         caches: one per layer; layers of different groups may share one, since they use different blocks. Each layer
         writes its tokens' keys and values to its cache before it attends to them.
         """
-        residual, places = self.embed(batch), self.places(batch)
-        x: Tensor | None = None
+        metadata, stage = self.metadata(batch), self.parallel.stage
+        x, residual = received(self.parallel, lambda: self.embed(batch), batch.token_ids, self.config, self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             # After the last attention the other tokens are no longer needed.
-            wanted = batch.logits_index if layer is self.layers[-1] else None
-            x, residual = self.run_layer(layer, x, residual, batch, places, cache, wanted)
+            wanted = batch.logits_index if stage.last and layer is self.layers[-1] else None
+            x, residual = self.run_layer(layer, x, residual, batch, metadata, cache, wanted)
+        if x is not None and not stage.last:
+            return sent(self.parallel, x, residual)
+        if x is not None and self.partial:
+            x = self.parallel.all_reduce(x)
         if "residual" in self.config.rotations:
             x, residual = None, self.ops.hadamard(residual if x is None else residual + x, inverse=True)
         return self.ops.normed(x, residual, self.final_norm, self.config.rms_norm_eps)[0]
 
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream before the first layer: [tokens, hidden]."""
-        ids, rows = batch.token_ids, self.local.vocab_size
-        if self.parallel.size == 1:
-            found = self.ops.embedding(ids, self.embedding, self.embedding_scale)
-        else:  # each token is in one rank's table
-            ids = ids - self.parallel.rank * rows
-            here = (ids >= 0) & (ids < rows)
-            found = self.ops.embedding(ids.where(here, 0), self.embedding, self.embedding_scale)
-            found = self.parallel.all_reduce(found.masked_fill(~here[:, None], 0))
-        return self.ops.hadamard(found) if "residual" in self.config.rotations else found
+        ids, rows, scale = batch.token_ids, self.local.vocab_size, self.embedding_scale
+        if batch.embedded is not None:
+            ids = ids.clamp(min=0)
+        embedded = sharded_embedding(self.parallel, self.ops, ids, self.embedding, rows, scale)
+        if batch.embedded is not None:
+            embedded = embedded.index_copy(0, batch.embedded[0], batch.embedded[1].to(embedded.dtype))
+        return self.ops.hadamard(embedded) if "residual" in self.config.rotations else embedded
 
-    def places(self, batch: Batch) -> Places:
-        """Look up where the tokens of a batch are, for all layers."""
+    def metadata(self, batch: Batch) -> TokenMetadata:
+        """Look up what attention needs of the batch's tokens, for all layers."""
         cos_sin = self.rotary[batch.positions]
         local = cos_sin if self.local_rotary is None else self.local_rotary[batch.positions]
-        return Places(cos_sin, local, batch.slots.unbind())
+        return TokenMetadata(cos_sin, local, self.parallel.share.slots(batch.slots).unbind())
 
     def run_layer(
         self,
@@ -168,43 +173,56 @@ class Model:
         x: Tensor | None,
         residual: Tensor,
         batch: Batch,
-        places: Places,
+        metadata: TokenMetadata,
         cache: LayerCache,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run one decoder layer. Returns its output and the residual stream, which are not added yet.
 
+        With `partial`, x is this rank's part of a sum over all ranks, both the argument and the result.
+
         x, residual: the results of the layer before, [tokens, hidden]; before the first layer, x is None. The norm that
         follows adds them, because it computes the sum and its norm in one step.
         wanted: [samples] int64, the tokens whose states are returned; None: all.
         """
-        run, eps = self.ops, self.config.rms_norm_eps
-        qkv, residual = run.normed_linear(x, residual, layer.attention_norm, eps, layer.qkv)
-        x = self._attention(layer, qkv, batch, places, cache)
+        run, eps, adapted = self.ops, self.config.rms_norm_eps, batch.adapted
+        qkv, residual = self._normed_linear(x, residual, layer.attention_norm, layer.qkv, adapted)
+        x = self._attention(layer, qkv, batch, metadata, cache)
         if wanted is not None:
             x, residual = x[wanted], residual[wanted]
-        x = self.parallel.all_reduce(x)
+            adapted = adapted and adapted.only(wanted)
         if layer.after_attention_norm is not None:
-            x = run.rms_norm(x, layer.after_attention_norm, eps)
-        gate_up, residual = run.normed_linear(x, residual, layer.mlp_norm, eps, layer.gate_up)
+            x = run.rms_norm(self.parallel.all_reduce(x), layer.after_attention_norm, eps)
+        gate_up, residual = self._normed_linear(x, residual, layer.mlp_norm, layer.gate_up, adapted)
         if "down" in self.config.rotations:
             x = run.linear(run.hadamard(run.gated_activation(gate_up, self.config.activation)), layer.down)
         else:
-            x = run.gated_linear(gate_up, self.config.activation, layer.down)
-        x = self.parallel.all_reduce(x)
+            x = run.gated_linear(gate_up, self.config.activation, layer.down, adapted)
         if layer.after_mlp_norm is not None:
-            x = run.rms_norm(x, layer.after_mlp_norm, eps)
+            x = run.rms_norm(self.parallel.all_reduce(x), layer.after_mlp_norm, eps)
         return x, residual
 
-    def _attention(self, layer: Layer, qkv: Tensor, batch: Batch, places: Places, cache: LayerCache) -> Tensor:
+    def _normed_linear(
+        self, x: Tensor | None, residual: Tensor, norm: Tensor, weight: Weight, adapted: Adapted | None
+    ) -> tuple[Tensor, Tensor]:
+        run, eps = self.ops, self.config.rms_norm_eps
+        if x is None or not self.partial:
+            return run.normed_linear(x, residual, norm, eps, weight, adapted)
+        return summed_normed_linear(self.parallel, run, x, residual, norm, eps, weight, adapted)
+
+    def _attention(self, layer: Layer, qkv: Tensor, batch: Batch, metadata: TokenMetadata, cache: LayerCache) -> Tensor:
         run, heads, kv_heads = self.ops, self.local.num_heads, self.local.num_kv_heads
         q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
             q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
-        cos_sin = places.local_cos_sin if layer.local else places.cos_sin
-        q = run.rotary_write(q, k, v, cos_sin, cache, places.slots[layer.group], not batch.streams)
+        cos_sin = metadata.local_cos_sin if layer.local else metadata.cos_sin
+        slots, keep = metadata.slots[layer.group], bool(batch.prefill and batch.prefill[0].whole)
+        q, k = run.rotary_write(q, k, v, cos_sin, cache, slots, not batch.streams, keep)
         options = replace(layer.attention, rotary=self.rotary) if batch.streams else layer.attention
+        if self.parallel.share.of > 1:
+            attended = split_attention(self.parallel, run, q, cache, batch, layer.group, options)
+            return run.adapted_linear(attended.flatten(1), layer.attention_out, batch.adapted)
         parts, decodes = [], 0
         if batch.decode:
             rows = batch.decode[layer.group]
@@ -212,9 +230,10 @@ class Model:
             by_row = q[:decodes].unflatten(0, (-1, rows.max_queries))
             parts.append(run.decode_attention(by_row, cache, rows, options).flatten(0, 1))
         if batch.prefill:
-            parts.append(run.prefill_attention(q[decodes:], cache, batch.prefill[layer.group], options))
+            rows = batch.prefill[layer.group]
+            parts.append(run.prompt_attention(q[decodes:], k[decodes:], v[decodes:], cache, rows, options))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return run.linear(attended.flatten(1), layer.attention_out)
+        return run.adapted_linear(attended.flatten(1), layer.attention_out, batch.adapted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""
@@ -223,29 +242,30 @@ class Model:
     def own_logits(self, hidden: Tensor) -> Tensor:
         """The same of this rank's part of the vocabulary."""
         cap = self.config.final_soft_cap
-        found = self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
-        return self.of_all_tokens(found)
+        logits = self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
+        return self.of_all_tokens(logits)
 
     def of_all_tokens(self, logits: Tensor) -> Tensor:
         """The head's logits [samples, rows of the head] -> those of the vocabulary: [samples, vocab]."""
         if self.head_tokens is None:
             return logits
-        found = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
-        return found.index_copy_(1, self.head_tokens, logits)
+        whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self.head_tokens, logits)
 
     def norms(self) -> list[Tensor]:
         """The weights of all norms. The loader adds the family's offset to them."""
         return [self.final_norm, *(getattr(layer, name) for layer in self.layers for name in self.layer_norms)]
 
     def addressed(self) -> dict[str, Weight]:
-        """Every weight once, by its address in a recipe; a tied head is the embedding."""
-        found = {"head": self.head} if self.head is self.embedding else {"embedding": self.embedding, "head": self.head}
-        for index, layer in enumerate(self.layers):
-            found |= {f"layers.{index}.{name}": getattr(layer, name) for name in PROJECTIONS}
-        return found
+        """Every weight that is here once, by its address in a recipe; a tied head is the embedding."""
+        named = {"head": self.head} if self.head is self.embedding else {"embedding": self.embedding, "head": self.head}
+        named = {address: weight for address, weight in named.items() if weight.shape[0]}
+        for index, layer in zip(self.held, self.layers, strict=False):
+            named |= {f"layers.{index}.{name}": getattr(layer, name) for name in PROJECTIONS}
+        return named
 
     def weights(self) -> Iterator[Weight]:
-        """Every weight once; a tied head is the embedding."""
+        """Every weight that is here once; a tied head is the embedding."""
         yield from self.addressed().values()
 
     def tensors(self) -> list[Tensor]:
@@ -263,34 +283,3 @@ class Model:
     def nbytes(self) -> int:
         """Bytes of all parameters, without the rotary tables."""
         return sum(tensor.nbytes for tensor in self.tensors())
-
-
-def rotary_table(config: ModelConfig, length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cosines and signed sines of every position's angles: [length, 2, head_dim].  Lesson 02.
-
-    Su et al. 2021, section 3.4.2, with the pairs (i, i + head_dim / 2). Angles are float32 for every dtype,
-    as in transformers. The sines of the first half are negated: a rotated pair is (a cos - b sin, b cos + a sin).
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = _scaled(1.0 / (config.rope_theta**exponents), config)
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-    return table.to(dtype=dtype, device=device)
-
-
-def _scaled(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Lower the frequencies as `config.rope_scaling` says, so that long contexts keep the trained range of angles."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.rope_type == "linear":
-        return frequencies / scaling.factor
-    # Llama 3: divide the frequencies of long waves by `factor`, keep those of short waves, interpolate in between.
-    trained = scaling.original_max_position_embeddings
-    waves = 2 * math.pi / frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = (trained / waves - low) / (high - low)
-    between = (1 - blend) * frequencies / scaling.factor + blend * frequencies
-    stretched = torch.where(waves > trained / low, frequencies / scaling.factor, between)
-    return torch.where(waves < trained / high, frequencies, stretched)

@@ -27,7 +27,7 @@ QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture differs from the others: everything that a new one has to define.  Lesson 02.
+    """Says how one architecture differs from the others: everything that a new one has to define.  Lesson 02.
 
     defaults     values for fields that its config.json may leave out
     norms        the norms of a `decoder.Layer` -> their names in the checkpoint; all other tensors have the same names

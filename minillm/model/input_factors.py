@@ -26,18 +26,18 @@ def fold_input_factors(model: Model, factors: Mapping[str, Tensor]) -> None:
     if not factors:
         return
     for address, parts in modules(model.local).items():
-        found = [factors[part.name].double() for part in parts if part.name in factors]
-        if not found:
+        own = [factors[part.name].double() for part in parts if part.name in factors]
+        if not own:
             continue
         names = ", ".join(part.name for part in parts)
-        if not all(each.isfinite().all() for each in found):
+        if not all(each.isfinite().all() for each in own):
             raise ConfigError(f"{names}: the factors of their inputs (pre_quant_scale) must be finite numbers")
-        if len(found) < len(parts) or not all(each.equal(found[0]) for each in found):
+        if len(own) < len(parts) or not all(each.equal(own[0]) for each in own):
             raise ConfigError(
                 f"{names} share their inputs, but multiply them by different factors (pre_quant_scale), which is not "
                 "supported: export the model again with one pre_quant_scale for them"
             )
-        _fold(model, address, parts, found[0])
+        _fold(model, address, parts, own[0])
 
 
 def _fold(model: Model, address: str, parts: list[Module], factors: Tensor) -> None:
@@ -46,7 +46,7 @@ def _fold(model: Model, address: str, parts: list[Module], factors: Tensor) -> N
     if kind == "head":
         _multiply(model.final_norm, factors)
         return
-    layer = model.layers[int(address.split(".")[1])]
+    layer = model.layers[int(address.split(".")[1]) - model.held.start]
     if kind in ("qkv", "gate_up"):
         _multiply(layer.attention_norm if kind == "qkv" else layer.mlp_norm, factors)
     elif kind == "down":

@@ -39,10 +39,12 @@ from .checkpoint import (
 )
 from .config import PRESETS, ModelConfig
 from .decoder import Model
+from .exact import make_exact
 from .families import ARCHITECTURES
 from .input_factors import fold_input_factors
-from .modules import EMBEDDING, HEAD, Module, layer_inputs, modules, shard
+from .modules import EMBEDDING, HEAD, Module, layer_inputs, modules
 from .parallel import OneDevice, Parallel
+from .replaceable import PARTS
 
 DTYPES = {
     "float64": torch.float64,
@@ -73,6 +75,7 @@ def load_model(
     recipe: Recipe | None = None,
     kv_cache_dtype: str = "auto",
     parallel: Parallel = OneDevice(),
+    exact: bool = False,
 ) -> Model:
     """Build a model and fill its parameters.  Lesson 00.
 
@@ -84,16 +87,17 @@ def load_model(
     recipe         the format of each weight; formats other than dense are quantized while they are read. Default: as
                    the checkpoint stores them. Only an unquantized checkpoint can have another
     kv_cache_dtype format of the cache: "auto" (the model's dtype), "int8" or "fp8"
-    parallel       the GPUs that share the model; only the shard of this one is loaded
+    parallel       the GPUs that share the model; only this one's shard of its stage's layers is loaded
+    exact          whether a token's logits are the same bits in every step
 
     Raises ConfigError.
     """
-    place = resolve(model)
-    if isinstance(place, str) and load_format != "dummy":
+    source = resolve(model)
+    if isinstance(source, str) and load_format != "dummy":
         raise ConfigError(
-            f'"{place}" is a shape without weights: pass load_format="dummy" for random ones, or a directory'
+            f'"{source}" is a shape without weights: pass load_format="dummy" for random ones, or a directory'
         )
-    config = read_config(place)
+    config = read_config(source)
     if max_model_len is not None and max_model_len > config.max_model_len:
         raise ConfigError(f"max_model_len={max_model_len} is more than this model's {config.max_model_len} tokens")
     dtype = resolve_dtype(dtype, config, device)
@@ -105,17 +109,17 @@ def load_model(
             "with an error; dtype=bfloat16 and dtype=float32 have room for them",
             config.architecture,
         )
-    layout = read_layout(place) if isinstance(place, Path) else None
+    layout = read_layout(source) if isinstance(source, Path) else None
     entries: dict[str, Entry] = {}
-    if load_format != "dummy" and isinstance(place, Path):
-        config, entries = with_stored_head(config, read_headers(place), place)
+    if load_format != "dummy" and isinstance(source, Path):
+        config, entries = with_stored_head(config, read_headers(source), source)
     if layout is not None:
         if recipe is not None:
-            raise ConfigError(f"{place} is quantized already; quantize the model that it was made from")
+            raise ConfigError(f"{source} is quantized already; quantize the model that it was made from")
         try:
             recipe = stored_recipe(config, layout)
         except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
+            raise ConfigError(f"{source}: {error}") from None
     recipe = recipe or Recipe()
     try:
         longest = max_model_len or config.max_model_len
@@ -137,14 +141,16 @@ def load_model(
             f"the weights in {dtype}{with_formats} are {sizes[dtype]:.1f} GB, and {device} has {free:.1f} GB "
             f"free{less}; free memory on the GPU, or use a smaller model"
         ) from error
-    if isinstance(place, str) or load_format == "dummy":
+    if isinstance(source, str) or load_format == "dummy":
         fill_randomly(built, seed)
     else:
-        fill_from_files(built, entries, place, layout)
+        fill_from_files(built, entries, source, layout)
     for name, why in simulated(built).items():
         log.warning("%s weights are simulated, to measure accuracy: %s", name, why)
     if why := without_fp8(built):
         log.warning(why)
+    if exact:
+        make_exact(built)
     return built
 
 
@@ -189,9 +195,9 @@ def _gigabytes(config: ModelConfig, dtype: str, recipe: Recipe) -> float:
     return Model(config, dtype=DTYPES[dtype], device="meta", max_model_len=1, recipe=recipe).nbytes / GB
 
 
-def rounded(place: Path | str, layers: str | None, head: str | None) -> Recipe | None:
+def rounded(source: Path | str, layers: str | None, head: str | None) -> Recipe | None:
     """The recipe of a model that is rounded while it is read: formats of its layers and its head, by their names."""
-    return Recipe.uncalibrated(layers, head, layer_inputs(read_config(place)))
+    return Recipe.uncalibrated(layers, head, layer_inputs(read_config(source)))
 
 
 def stored_recipe(config: ModelConfig, layout: Layout) -> Recipe:
@@ -217,9 +223,9 @@ def stored_recipe(config: ModelConfig, layout: Layout) -> Recipe:
     return Recipe(rules)
 
 
-def read_config(place: Path | str) -> ModelConfig:
+def read_config(source: Path | str) -> ModelConfig:
     """The config of a model, given what `resolve` returned."""
-    return PRESETS[place] if isinstance(place, str) else ModelConfig.from_directory(place)
+    return PRESETS[source] if isinstance(source, str) else ModelConfig.from_directory(source)
 
 
 def resolve_device(device: str) -> str:
@@ -257,7 +263,7 @@ def resolve(model: str | Path | None) -> Path | str:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a tensor of the checkpoint goes."""
+    """Takes a tensor of the checkpoint."""
 
     shape: tuple[int, ...] | None  # ANY: a length that only the file says; None: any
     load: Callable[[Iterable[Tensor]], None]  # takes the tensor in pieces of its first axis, in order
@@ -267,25 +273,41 @@ class Destination:
 
 
 def destinations(model: Model, layout: Layout | None = None) -> dict[str, Destination]:
-    """The name of each tensor in the checkpoint -> where it goes. layout: of a quantized checkpoint."""
-    found: dict[str, Destination] = {}
+    """The name of each tensor that the model needs -> where it goes. layout: of a quantized checkpoint."""
+    targets: dict[str, Destination] = {}
     weights, local, parallel = model.addressed(), modules(model.local), model.parallel
     for address, parts in modules(model.config).items():
-        for module, held in zip(parts, local[address], strict=True):
-            part = shard(module, parallel.rank, parallel.size)
-            found |= _of_module(module, weights[address], held.rows, part, layout)
+        for module, held in zip(parts, local[address], strict=True) if address in weights else ():
+            part = Shard(*PARTS.shard(module, parallel.rank, parallel.size))
+            found, wanted = tuple(map(len, part)), (len(held.rows), held.inputs)
+            if found != wanted:
+                raise ConfigError(
+                    f"shard gave {found[0]} rows and {found[1]} columns of {module.name} for rank {parallel.rank} of "
+                    f"{parallel.size}: it must give {wanted[0]} and {wanted[1]}"
+                )
+            targets |= _of_module(module, weights[address], held.rows, part, layout)
     for name, norm in named_norms(model).items():
-        found[name] = Destination(tuple(norm.shape), partial(copy_pieces, norm))
-    return found
+        targets[name] = Destination(tuple(norm.shape), partial(copy_pieces, norm))
+    return targets
+
+
+def elsewhere(model: Model) -> tuple[str, ...]:
+    """The beginnings of names of tensors that only other stages of a pipeline need."""
+    found = [f"model.layers.{index}." for index in range(model.config.num_layers) if index not in model.held]
+    weights = model.addressed()
+    for address, parts in modules(model.config).items():
+        if "." not in address and address not in weights:
+            found += [f"{module.name}." for module in parts]
+    return tuple(found)
 
 
 def named_norms(model: Model) -> dict[str, Tensor]:
     """The weights of all norms by their names in the checkpoint. The model's contain the family's offset."""
-    found = {"model.norm.weight": model.final_norm}
-    for index, layer in enumerate(model.layers):
+    by_name = {"model.norm.weight": model.final_norm}
+    for index, layer in zip(model.held, model.layers, strict=False):
         for norm, name in ARCHITECTURES[model.config.architecture].norms.items():
-            found[f"model.layers.{index}.{name}.weight"] = getattr(layer, norm)
-    return found
+            by_name[f"model.layers.{index}.{name}.weight"] = getattr(layer, norm)
+    return by_name
 
 
 def _of_module(
@@ -295,19 +317,19 @@ def _of_module(
     shapes: dict[str, tuple[int, ...]] = {"weight": (len(module.rows), module.inputs)}
     if weight.bias is not None:
         shapes["bias"] = (len(module.rows),)
-    found = {
+    targets = {
         f"{module.name}.{name}": Destination(shape, partial(weight.load, name, rows, shard=part))
         for name, shape in shapes.items()
     }
     if layout is None or layout.format(module.name, module.inputs) == Dense():
-        return found
-    del found[f"{module.name}.weight"]
+        return targets
+    del targets[f"{module.name}.weight"]
     parts = QuantizedModule(module, weight, rows, part, layout)
     stored = {
         f"{module.name}.{name}": Destination(each.shape, partial(parts.add, name), each.dtypes, each.required, parts)
         for name, each in parts.tensors.items()
     }
-    return stored | found  # a bias that the model has goes to its weight; a layout may know of others
+    return stored | targets  # a bias that the model has goes to its weight; a layout may know of others
 
 
 class QuantizedModule:
@@ -316,26 +338,26 @@ class QuantizedModule:
     def __init__(self, module: Module, weight: Weight, rows: range, part: Shard, layout: Layout):
         self.module, self.weight, self.rows, self.part, self.layout = module, weight, rows, part, layout
         self.tensors = layout.tensors(module.name, len(module.rows), module.inputs)
-        self.found: dict[str, Tensor] = {}
+        self.collected: dict[str, Tensor] = {}
         self.input_factors: Tensor | None = None
 
     def add(self, name: str, pieces: Iterable[Tensor]) -> None:
         """One of the tensors, in pieces of its first axis."""
-        self.found[name] = joined(pieces)
+        self.collected[name] = joined(pieces)
 
     def finish(self) -> None:
         """Convert what was collected and fill the weight's rows."""
-        codes = self.layout.codes(self.module.name, self.module.inputs, self.found)
+        codes = self.layout.codes(self.module.name, self.module.inputs, self.collected)
         self.weight.fill(self.rows, codes.cut(self.part))
-        scale = self.layout.input_scale(self.module.name, self.found)
+        scale = self.layout.input_scale(self.module.name, self.collected)
         if scale is not None and not 0 < scale.item() < math.inf:
             raise ConfigError(f"{self.module.name}: the scale of its inputs must be positive, not {scale.item()}")
         if scale is not None and self.weight.input_scale is not None:  # the weight's modules share their input
             torch.maximum(self.weight.input_scale, scale.to(self.weight.input_scale), out=self.weight.input_scale)
-        factors = self.layout.input_factors(self.found)
+        factors = self.layout.input_factors(self.collected)
         if factors is not None:
             self.input_factors = factors[self.part.columns.start : self.part.columns.stop]
-        self.found = {}
+        self.collected = {}
 
 
 def with_stored_head(
@@ -367,18 +389,20 @@ def with_stored_head(
 
 def fill_from_files(model: Model, entries: dict[str, Entry], directory: Path, layout: Layout | None = None) -> None:
     """Stream every tensor into the model. Names, shapes and dtypes are checked before any data is read."""
-    places = destinations(model, layout)
-    entries = {name: entry for name, entry in entries.items() if not UNUSED.fullmatch(name)}
-    _check_names(places, entries, directory)
+    targets, others = destinations(model, layout), elsewhere(model)
+    entries = {
+        name: entry for name, entry in entries.items() if not (UNUSED.fullmatch(name) or name.startswith(others))
+    }
+    _check_names(targets, entries, directory)
     for name, entry in entries.items():
-        wanted = places[name].shape
+        wanted = targets[name].shape
         if entry.shape == () and wanted in ((1,), None):  # some tools write single numbers this way
             entry = entries[name] = replace(entry, shape=(1,))
         if wanted is not None and not _fits(entry.shape, wanted):
             raise ConfigError(
                 f"{entry.file}: tensor {name} has shape {list(entry.shape)}, but config.json makes it {list(wanted)}"
             )
-        supported = [each for each, dtype in FILE_DTYPES.items() if dtype in places[name].dtypes]
+        supported = [each for each, dtype in FILE_DTYPES.items() if dtype in targets[name].dtypes]
         if entry.dtype not in supported:
             raise ConfigError(f"{entry.file}: tensor {name} is {entry.dtype}; supported are {', '.join(supported)}")
         if not is_consistent(entry):
@@ -389,11 +413,11 @@ def fill_from_files(model: Model, entries: dict[str, Entry], directory: Path, la
     # One buffer for all tensors: with one for each, fragmentation would raise the peak to several of them.
     largest = max(buffer_bytes(entry, rows_at_once(entry)) for entry in entries.values())
     buffer = torch.empty(largest, dtype=torch.uint8)
-    left = Counter(id(places[name].module) for name in entries)
+    left = Counter(id(targets[name].module) for name in entries)
     factors: dict[str, Tensor] = {}
     for name, entry in entries.items():
-        places[name].load(Pieces(entry, buffer, rows_at_once(entry)))
-        left[id(module := places[name].module)] -= 1
+        targets[name].load(Pieces(entry, buffer, rows_at_once(entry)))
+        left[id(module := targets[name].module)] -= 1
         if module is None or left[id(module)]:
             continue
         try:
@@ -414,13 +438,13 @@ def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) == len(wanted) and all(most in (ANY, own) for own, most in zip(shape, wanted, strict=True))
 
 
-def _check_names(places: dict[str, Destination], entries: dict[str, Entry], directory: Path) -> None:
+def _check_names(targets: dict[str, Destination], entries: dict[str, Entry], directory: Path) -> None:
     problems = []
-    if missing := sorted({name for name, place in places.items() if place.required} - entries.keys()):
+    if missing := sorted({name for name, target in targets.items() if target.required} - entries.keys()):
         problems.append(f"{len(missing)} missing: {_listed(missing)}")
         if missing == [f"{HEAD}.weight"]:
             problems.append("if the head is the embedding, set tie_word_embeddings there to true")
-    if left_over := sorted(entries.keys() - places.keys()):
+    if left_over := sorted(entries.keys() - targets.keys()):
         problems.append(f"{len(left_over)} that do not belong to its config.json: {_listed(left_over)}")
     if problems:
         raise ConfigError(f"the tensors in {directory} do not fit its config.json: {'; '.join(problems)}")

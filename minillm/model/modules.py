@@ -36,19 +36,21 @@ def modules(config: ModelConfig) -> dict[str, list[Module]]:
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     tied = config.tie_word_embeddings
     heads, kv_heads, vocab = config.num_heads, config.num_kv_heads, config.vocab_size
-    found = {"head" if tied else "embedding": _joined("model", hidden, embed_tokens=(vocab, vocab))}
+    by_address = {"head" if tied else "embedding": _joined("model", hidden, embed_tokens=(vocab, vocab))}
     for index in range(config.num_layers):
         layer = f"layers.{index}"
         attention, mlp = f"model.{layer}.self_attn", f"model.{layer}.mlp"
-        found[f"{layer}.qkv"] = _joined(
+        by_address[f"{layer}.qkv"] = _joined(
             attention, hidden, q_proj=(query, heads), k_proj=(kv, kv_heads), v_proj=(kv, kv_heads)
         )
-        found[f"{layer}.attention_out"] = [Module(f"{attention}.o_proj", range(hidden), query, heads, by_inputs=True)]
-        found[f"{layer}.gate_up"] = _joined(mlp, hidden, gate_proj=(inner, inner), up_proj=(inner, inner))
-        found[f"{layer}.down"] = [Module(f"{mlp}.down_proj", range(hidden), inner, inner, by_inputs=True)]
+        by_address[f"{layer}.attention_out"] = [
+            Module(f"{attention}.o_proj", range(hidden), query, heads, by_inputs=True)
+        ]
+        by_address[f"{layer}.gate_up"] = _joined(mlp, hidden, gate_proj=(inner, inner), up_proj=(inner, inner))
+        by_address[f"{layer}.down"] = [Module(f"{mlp}.down_proj", range(hidden), inner, inner, by_inputs=True)]
     if not tied:
-        found["head"] = [Module(HEAD, range(vocab), hidden, vocab)]
-    return found
+        by_address["head"] = [Module(HEAD, range(vocab), hidden, vocab)]
+    return by_address
 
 
 def layer_inputs(config: ModelConfig) -> set[int]:
@@ -58,8 +60,8 @@ def layer_inputs(config: ModelConfig) -> set[int]:
 
 def _joined(prefix: str, inputs: int, **sizes: tuple[int, int]) -> list[Module]:
     """Modules whose rows follow each other in one weight, from the numbers of their rows and parts."""
-    found, start = [], 0
+    modules, start = [], 0
     for name, (count, parts) in sizes.items():
-        found.append(Module(f"{prefix}.{name}", range(start, start + count), inputs, parts))
+        modules.append(Module(f"{prefix}.{name}", range(start, start + count), inputs, parts))
         start += count
-    return found
+    return modules

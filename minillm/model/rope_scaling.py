@@ -3,15 +3,19 @@
 Lesson 02.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are scaled for contexts longer than the trained one.  Lesson 02.
+    """Scales rotary frequencies for contexts longer than the trained one.  Lesson 02.
 
     "linear" divides all frequencies by `factor` (Chen et al. 2023, section 3.2); "llama3" only the low ones (Meta's
     reference code for Llama 3.1, `apply_scaling`), which the other three numbers delimit.
@@ -29,6 +33,18 @@ class RopeScaling:
                 f"rope scaling needs a high_freq_factor above low_freq_factor={self.low_freq_factor}, not "
                 f"{self.high_freq_factor}"
             )
+
+    def scaled(self, frequencies: "Tensor") -> "Tensor":
+        """Lower frequencies, in radians a token, so that long contexts keep the trained range of angles: like them."""
+        if self.rope_type == "linear":
+            return frequencies / self.factor
+        # Llama 3: divide the frequencies of long waves by `factor`, keep those of short waves, interpolate in between.
+        trained, waves = self.original_max_position_embeddings, 2 * math.pi / frequencies
+        low, high = self.low_freq_factor, self.high_freq_factor
+        blend = (trained / waves - low) / (high - low)
+        between = (1 - blend) * frequencies / self.factor + blend * frequencies
+        stretched = (frequencies / self.factor).where(waves > trained / low, between)
+        return frequencies.where(waves < trained / high, stretched)
 
 
 def read_rope(

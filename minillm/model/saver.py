@@ -91,11 +91,11 @@ def check_free(directory: Path) -> Path:
 def _formats(model: Model) -> dict[str, Format]:
     """The format of each module. A tied head with quantized inputs is a module too, which has no tensors of its own."""
     weights = model.addressed()
-    found = {part.name: weights[address].format for address, parts in modules(model.config).items() for part in parts}
+    formats = {part.name: weights[address].format for address, parts in modules(model.config).items() for part in parts}
     if model.head is model.embedding and model.head.activations is not None:
         (embedding,) = modules(model.config)["head"]
-        found |= {embedding.name: weight_only(model.head.format), HEAD: model.head.format}
-    return found
+        formats |= {embedding.name: weight_only(model.head.format), HEAD: model.head.format}
+    return formats
 
 
 def _tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -108,18 +108,18 @@ def _tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
             span = slice(module.rows.start, module.rows.stop)
             codes = weight.read(module.rows)
             if codes is None:
-                found = {"weight": weight.dequantize()[span].to(dtype)}
+                stored = {"weight": weight.dequantize()[span].to(dtype)}
             else:
                 if isinstance(weight.format, Sparse):
                     codes = replace(codes, codes=codes.codes.to(dtype))
                 if isinstance(weight.format, Int4):
                     codes = replace(codes, scales=codes.scales.to(dtype))
-                found = compressed_tensors.write(module.name, codes, weight.format)
+                stored = compressed_tensors.write(module.name, codes, weight.format)
             if codes is not None and weight.input_scale is not None:
-                found["input_scale"] = weight.input_scale.clone()  # modules share it
+                stored["input_scale"] = weight.input_scale.clone()  # modules share it
             if weight.bias is not None:
-                found["bias"] = weight.bias[span].to(dtype)
-            tensors |= {f"{module.name}.{name}": tensor for name, tensor in found.items()}
+                stored["bias"] = weight.bias[span].to(dtype)
+            tensors |= {f"{module.name}.{name}": tensor for name, tensor in stored.items()}
     for name, norm in named_norms(model).items():
         tensors[name] = (norm.double() - model.config.norm_offset).to(dtype)
     return tensors
@@ -152,8 +152,8 @@ def _write(tensors: dict[str, Tensor], config: dict[str, Any], source: Path, dir
 
     An interrupted call never leaves a partial model, because a directory without config.json is not a model.
     """
-    with tempfile.TemporaryDirectory(prefix=".minillm-", dir=directory) as place:
-        staging = Path(place)
+    with tempfile.TemporaryDirectory(prefix=".minillm-", dir=directory) as temporary:
+        staging = Path(temporary)
         file = staging / "model.safetensors"
         file.touch()
         mode = file.stat().st_mode  # as the umask says; safetensors may set another

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minillm.kernels import fp8_rows, integer_rows, single_row
+from minillm.kernels import fp8_rows, integer_rows, peers, single_row
 from minillm.kernels.arguments import CodeMatrix
 from minillm.kv_cache.layer_cache import LayerCache
 from minillm.quantization import DenseWeight, Fp8Weight, Int4Weight, Int8Weight, QuantizedWeight, Weight
@@ -35,18 +35,21 @@ class SingleRow:
 
     def __init__(self, model: Model):
         self.model = model
-        shape = model.config
+        shape = model.local
+        # Of the sums over ranks: the embedding, then two a layer.
+        self.inboxes = model.parallel.inboxes(1 + 2 * shape.num_layers, shape.hidden_size)
         self.attend = single_row.RowAttention(shape.num_heads, shape.num_kv_heads, shape.head_dim, model.device)
         self.head = _matrix(model.head)
         self.matrices = [_Matrices(*(_matrix(getattr(layer, name)) for name in PROJECTIONS)) for layer in model.layers]
 
     @staticmethod
     def fits(model: Model) -> bool:
-        """Whether the fused kernels support a model's sizes and the formats of its weights."""
+        """Return whether the fused kernels support a model's sizes and the formats of its weights."""
         shape = model.config
         return (
-            model.parallel.size == 1
+            (model.parallel.size == 1 or _dense(model) and model.parallel.connected)
             and all(_fits(weight, model.device) for weight in model.weights())
+            and model.parallel.share.of == 1
             and not shape.rotations
             and shape.hidden_size <= single_row.WHOLE
             and 16 <= shape.head_dim <= 256
@@ -62,10 +65,10 @@ class SingleRow:
         if not batch.decode:
             raise ValueError("the fused decode step needs a batch with one decode row; this batch has none")
         eps, activation = model.config.rms_norm_eps, model.config.activation
-        x = model.ops.embedding(batch.token_ids, model.embedding, model.embedding_scale)
+        x = self._embedding(batch.token_ids)
         residual: Tensor | None = None  # the first layer has none to add
         post_norm: Tensor | None = None  # of the layer before
-        for layer, matrices, cache in zip(model.layers, self.matrices, caches, strict=True):
+        for index, (layer, matrices, cache) in enumerate(zip(model.layers, self.matrices, caches, strict=True)):
             qkv, total = _product(
                 x, matrices.qkv, bias=layer.qkv.bias, norm=layer.attention_norm, eps=eps, residual=residual,
                 post_norm=post_norm,
@@ -77,18 +80,46 @@ class SingleRow:
                 qkv, rotary, cache, rows.block_table, rows.lengths, layer.attention,
                 q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps,
             )  # fmt: skip
-            x, _ = _product(x, matrices.attention_out, bias=layer.attention_out.bias)
+            x = self._summed(1 + 2 * index, x, matrices.attention_out, layer.attention_out.bias)
             x, residual = _product(
                 x, matrices.gate_up, bias=layer.gate_up.bias, norm=layer.mlp_norm, eps=eps, residual=residual,
                 post_norm=layer.after_attention_norm, activation=activation,
             )  # fmt: skip
-            x, _ = _product(x, matrices.down, bias=layer.down.bias)
+            x = self._summed(2 + 2 * index, x, matrices.down, layer.down.bias)
             post_norm = layer.after_mlp_norm
         logits, _ = _product(
             x, self.head, norm=model.final_norm, eps=eps, residual=residual, post_norm=post_norm,
             soft_cap=model.config.final_soft_cap,
         )  # fmt: skip
-        return model.of_all_tokens(logits)
+        return model.parallel.all_gather(model.of_all_tokens(logits))
+
+    def _embedding(self, ids: Tensor) -> Tensor:
+        """The residual stream before the first layer [1, hidden]."""
+        model = self.model
+        if self.inboxes is None:
+            return model.ops.embedding(ids, model.embedding, model.embedding_scale)
+        first, table = model.parallel.rank * model.local.vocab_size, model.embedding.dequantize()  # dense: no copy
+        peers.send_embedding(ids, table, model.embedding_scale, first, self._outbox(0))
+        return self._received(0)
+
+    def _summed(self, number: int, x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        """A product of which each rank computes a part: [1, hidden]. number: which of a step's sums this is."""
+        if self.inboxes is None:
+            return _product(x, matrix, bias=bias)[0]
+        _product(x, matrix, bias=bias, outbox=self._outbox(number))
+        return self._received(number)
+
+    def _received(self, number: int) -> Tensor:
+        assert self.inboxes is not None, "one GPU receives nothing"
+        size, dtype, first = self.model.config.hidden_size, self.model.dtype, number == 0
+        return peers.summed(self.inboxes.own[number], self._outbox(number), size, dtype, first=first)
+
+    def _outbox(self, number: int) -> peers.Outbox:
+        """Return the destination of this rank's part of a sum."""
+        assert self.inboxes is not None, "one GPU sends nothing"
+        own, addresses, epoch = self.inboxes
+        _, ranks, width = own.shape
+        return peers.Outbox(addresses, epoch, (number * ranks + self.model.parallel.rank) * width)
 
 
 def _product(x: Tensor, matrix: Matrix, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -102,8 +133,13 @@ def _matrix(weight: Weight) -> Matrix:
     return weight.dequantize() if matrix is None else matrix
 
 
+def _dense(model: Model) -> bool:
+    """Return whether all weights are dense: the kernels of other formats send nothing to other GPUs."""
+    return all(isinstance(weight, DenseWeight) and weight.activations is None for weight in model.weights())
+
+
 def _fits(weight: Weight, device: torch.device) -> bool:
-    """Whether the kernels read a weight: dense, int8, fp8, or int4 in the order of its inputs."""
+    """Return whether the kernels read a weight: dense, int8, fp8, or int4 in the order of its inputs."""
     columns = weight.shape[1]
     inputs = None if weight.activations is None else weight.activations.kind
     if isinstance(weight, Int8Weight):

@@ -3,7 +3,8 @@
 A model calls these where a product reads what a norm or a gated activation has just computed. Each is equivalent to
 calling its operations in sequence, including any that `minillm.using` replaced. If the product quantizes its inputs and
 all of the operations are the engine's own, the first one writes codes directly, which saves a kernel. Likewise, keys
-may be rotated and written to the cache in one kernel. A device may implement a composition under the same name. It
+may be rotated and written to the cache in one kernel, and attention to a new prompt may read them where they were
+before that. A device may implement a composition under the same name. It
 returns None for weights that its kernels do not support.
 """
 
@@ -15,9 +16,9 @@ from minillm.kv_cache.layer_cache import LayerCache
 from minillm.overrides import Parts
 from minillm.quantization import Weight
 
-from .signatures import Operations, Truncation
+from .signatures import Adapted, AttentionOptions, Operations, Rows, Truncation
 
-COMPOSITIONS = ("normed_linear", "gated_linear", "rotary_write", "scored_sample")
+COMPOSITIONS = ("normed_linear", "gated_linear", "rotary_write", "prompt_attention", "scored_sample")
 
 
 class Compositions(Parts, Operations):
@@ -31,46 +32,80 @@ class Compositions(Parts, Operations):
             return self.rms_norm(residual, norm, eps), residual
         return self.add_rms_norm(x, residual, norm, eps)
 
-    def normed_linear(
-        self, x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, weight: Weight
-    ) -> tuple[Tensor, Tensor]:
-        """`normed`, then `linear`: x, residual [..., in], norm [in], weight [out, in] -> the product, and the sum."""
-        fused = self.fused.get("normed_linear")
-        if fused is not None and self.are_own("rms_norm" if x is None else "add_rms_norm", "linear"):
-            found = fused(x, residual, norm, eps, weight)
-            if found is not None:
-                return found
-        normed, total = self.normed(x, residual, norm, eps)
-        return self.linear(normed, weight), total
+    def adapted_linear(self, x: Tensor, weight: Weight, adapted: Adapted | None = None) -> Tensor:
+        """`linear`, then `add_low_rank` if tokens of the batch have adapters: x [tokens, in] -> [tokens, out]."""
+        product = self.linear(x, weight)
+        if adapted is None:
+            return product
+        return self.add_low_rank(product, x, adapted.slots, adapted.factors[id(weight)])
 
-    def gated_linear(self, gate_up: Tensor, activation: str, weight: Weight) -> Tensor:
-        """`gated_activation`, then `linear`: gate_up [tokens, 2 * in], weight [out, in] -> [tokens, out]."""
-        fused = self.fused.get("gated_linear")
+    def normed_linear(
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: Weight,
+        adapted: Adapted | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`normed`, then `adapted_linear`: x, residual [tokens, in], norm [in] -> [tokens, out], and the sum."""
+        fused = self.fused.get("normed_linear") if adapted is None else None
+        if fused is not None and self.are_own("rms_norm" if x is None else "add_rms_norm", "linear"):
+            result = fused(x, residual, norm, eps, weight)
+            if result is not None:
+                return result
+        normed, total = self.normed(x, residual, norm, eps)
+        return self.adapted_linear(normed, weight, adapted), total
+
+    def gated_linear(self, gate_up: Tensor, activation: str, weight: Weight, adapted: Adapted | None = None) -> Tensor:
+        """`gated_activation`, then `adapted_linear`: gate_up [tokens, 2 * in], weight [out, in] -> [tokens, out]."""
+        fused = self.fused.get("gated_linear") if adapted is None else None
         if fused is not None and self.are_own("gated_activation", "linear"):
-            found = fused(gate_up, activation, weight)
-            if found is not None:
-                return found
-        return self.linear(self.gated_activation(gate_up, activation), weight)
+            result = fused(gate_up, activation, weight)
+            if result is not None:
+                return result
+        return self.adapted_linear(self.gated_activation(gate_up, activation), weight, adapted)
 
     def rotary_write(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool
-    ) -> Tensor:
-        """`rotary_embedding`, then `write_kv`: q [tokens, heads, d], k and v [tokens, kv_heads, d] -> the rotated q.
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        slots: Tensor,
+        rotate_keys: bool,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """`rotary_embedding`, then `write_kv`: q [tokens, heads, d], k and v [tokens, kv_heads, d] -> rotated q and k.
 
-        rotate_keys: whether the cache gets the rotated keys, or k (see `AttentionOptions.rotary`).
+        rotate_keys: whether the cache gets the rotated keys, or k (see `AttentionOptions.rotary`). keep: whether the
+        second result is needed; else it may be k.
         """
         fused = self.fused.get("rotary_write")
         if fused is not None and self.are_own("rotary_embedding", "write_kv"):
-            found = fused(q, k, v, cos_sin, cache, slots, rotate_keys)
-            if found is not None:
-                return found
+            result = fused(q, k, v, cos_sin, cache, slots, rotate_keys, keep)
+            if result is not None:
+                return result
         q, rotated = self.rotary_embedding(q, k, cos_sin)
         self.write_kv(rotated if rotate_keys else k, v, cache, slots)
-        return q
+        return q, rotated
+
+    def prompt_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions
+    ) -> Tensor:
+        """`prefill_attention`, which may read the keys of the last `rows.whole` rows before they were in the cache.
+
+        q [tokens, heads, d]; k, v [tokens, kv_heads, d]: keys as `rotary_write` returns them, and values.
+        """
+        fused = self.fused.get("prompt_attention")
+        if rows.whole and fused is not None and self.are_own("write_kv", "prefill_attention"):
+            return fused(q, k, v, cache, rows, options)
+        return self.prefill_attention(q, cache, rows, options)
 
     @property
     def scores(self) -> bool:
-        """Whether `scored_sample` computes log-probabilities."""
+        """Return whether `scored_sample` computes log-probabilities."""
         return "scored_sample" in self.fused and self.are_own("sample")
 
     def scored_sample(

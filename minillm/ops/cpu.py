@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache, indexable, widened
+from minillm.kv_cache.split_pages import SplitCache
 from minillm.quantization import DenseWeight, Int8Weight
 from minillm.quantization.methods.hadamard import transform as hadamard  # noqa: F401  in two small products
 
@@ -88,7 +89,7 @@ def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """As the reference, with `index_copy_`, which neither sorts nor broadcasts its index."""
-    if cache.k.dtype != k.dtype:
+    if cache.k.dtype != k.dtype or isinstance(cache, SplitCache):
         return reference.write_kv(k, v, cache, slots)
     shape = (-1, *k.shape[1:])
     cache.k.view(shape).index_copy_(0, slots, k)

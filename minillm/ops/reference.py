@@ -14,7 +14,7 @@ from minillm.quantization import Weight
 from minillm.quantization.methods.hadamard import largest_order
 from minillm.quantization.methods.hadamard import matrix as hadamard_matrix
 
-from .signatures import AttentionOptions, Rows, Truncation
+from .signatures import AttentionOptions, LowRank, Rows, Truncation
 
 
 def embedding(ids: Tensor, weight: Weight, scale: float) -> Tensor:
@@ -30,6 +30,22 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     if weight.activations is not None:
         x = weight.activations.quantize(x, weight.input_scale).dequantize(x.dtype)
     return F.linear(x, weight.dequantize(), weight.bias)
+
+
+def add_low_rank(out: Tensor, x: Tensor, slots: Tensor, factors: LowRank) -> Tensor:
+    """Add what adapters change of a product: out[t] + B A x[t], with the factors of token t's slot.  Lesson 15.
+
+    out [tokens, out] is W x, and is written to; x: [tokens, in]; slots: [tokens] int64, 0 for tokens without an
+    adapter. Hu et al. 2021, "LoRA", section 4.1. A x is not rounded between the products.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    for slot in filter(None, slots.unique().tolist()):
+        tokens = (slots == slot).nonzero()[:, 0]
+        inner = F.linear(x[tokens].to(wide), factors.down[slot].to(wide)).chunk(len(factors.ends), dim=1)
+        ups = factors.up[slot].to(wide).tensor_split(factors.ends[:-1])
+        added = torch.cat([F.linear(each, up) for each, up in zip(inner, ups, strict=True)], dim=1)
+        out.index_add_(0, tokens, added.to(out.dtype))
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -153,8 +169,8 @@ def truncate(scores: Tensor, truncation: Truncation) -> Tensor:
     scores -= scores.amax(-1, keepdim=True)
     scores.masked_fill_(scores < min_p.to(scores.dtype).log(), -torch.inf)
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    ranked.masked_fill_((places >= top_k) & (top_k > 0), -torch.inf)
+    ranks = torch.arange(scores.shape[-1], device=scores.device)
+    ranked.masked_fill_((ranks >= top_k) & (top_k > 0), -torch.inf)
     probabilities = ranked.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     ranked.masked_fill_((before >= top_p) & (before > 0) & (top_p < 1), -torch.inf)  # the first stays

@@ -1,5 +1,6 @@
 """The signature of each operation.  `reference.py` specifies what it computes.  Lessons 02 to 08."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ from minillm.quantization import Weight
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How a layer's attention differs from plain attention. An option that a model lacks is None.  Lessons 02 and 04.
+    """Options of a layer's attention. One that a model lacks is None.  Lessons 02 and 04.
 
     scale      scores are q k^T multiplied by this
     window     a query sees this many of the newest keys, its own included
@@ -27,7 +28,7 @@ class AttentionOptions:
     soft_cap: float | None = None
     rotary: Tensor | None = None
 
-    def given(self) -> dict[str, float | int | Tensor]:
+    def keywords(self) -> dict[str, float | int | Tensor]:
         """The options that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -40,6 +41,7 @@ class Rows:
     lengths      [rows] int32: keys that each row's last query sees, its own included
     query_start  [rows + 1] int32: row r's queries are q[query_start[r] : query_start[r + 1]]
     max_queries  upper bound of a row's queries; the number of each row's queries in `decode_attention`
+    whole        how many of the last rows have no keys but those of their queries, as the first chunk of a prompt
 
     A captured step may have padding rows: their length is 0, their slots are -1, and their output is zeros.
     """
@@ -48,11 +50,14 @@ class Rows:
     lengths: Tensor
     query_start: Tensor
     max_queries: int
+    whole: int = 0
 
     @classmethod
-    def of_groups(cls, tables: Tensor, lengths: Tensor, query_start: Tensor, max_queries: int) -> "tuple[Rows, ...]":
+    def of_groups(
+        cls, tables: Tensor, lengths: Tensor, query_start: Tensor, max_queries: int, whole: int = 0
+    ) -> "tuple[Rows, ...]":
         """The same rows in each layer group, whose block tables are tables [groups, rows, blocks]."""
-        return tuple(cls(table, lengths, query_start, max_queries) for table in tables.unbind())
+        return tuple(cls(table, lengths, query_start, max_queries, whole) for table in tables.unbind())
 
     @classmethod
     def decoding(cls, block_table: Tensor, lengths: Tensor, queries: int = 1) -> "Rows":
@@ -62,7 +67,7 @@ class Rows:
 
 
 class Truncation(NamedTuple):
-    """What sampling leaves out of each row, in the order in which it is applied.  Lesson 10.
+    """The tokens that sampling leaves out of each row, in this order.  Lesson 10.
 
     min_p  [rows] float32: tokens less likely than this share of the likeliest's probability; 0: none
     top_k  [rows] int32: all but this many of the likeliest; below 1: none
@@ -73,6 +78,38 @@ class Truncation(NamedTuple):
     min_p: Tensor
     top_k: Tensor
     top_p: Tensor
+
+
+class LowRank(NamedTuple):
+    """The factors that adapters have for one weight (Hu et al. 2021, "LoRA", section 4.1), one adapter in each slot.
+
+    A weight may consist of several modules (queries, keys, values), its parts, each with factors of its own. Slot 0
+    is not read: its tokens have no adapter. Ranks below the largest are filled up with zeros.
+
+    down  [slots, parts * rank, in]: each part's A, one after another
+    up    [slots, out, rank]: B, scaled, of the part that the row belongs to
+    ends  where each part's rows end; the last one is `out`
+    """
+
+    down: Tensor
+    up: Tensor
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Says which adapter each token of a batch has.
+
+    slots    [tokens] int64: the slot of each token's adapter; 0: none
+    factors  the factors of each weight that an adapter may change, by the weight's id()
+    """
+
+    slots: Tensor
+    factors: Mapping[int, LowRank]
+
+    def only(self, tokens: Tensor) -> "Adapted":
+        """The same for some of the tokens, [n] int64."""
+        return Adapted(self.slots[tokens], self.factors)
 
 
 class Operations(Protocol):
@@ -87,6 +124,10 @@ class Operations(Protocol):
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
         """x [..., in], weight [out, in] -> [..., out]"""
+        ...
+
+    def add_low_rank(self, out: Tensor, x: Tensor, slots: Tensor, factors: LowRank) -> Tensor:
+        """out [tokens, out], x [tokens, in], slots [tokens] int64 -> out plus what each token's adapter adds to it"""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

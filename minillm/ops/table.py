@@ -1,7 +1,8 @@
 """The table of operations: each name and the function that currently implements it.  Lessons 00 and 04.
 
 Every operation has a reference in plain torch (`reference.py`, the executable specification). A device may have a
-faster function (`cpu.py`, `triton.py`), and `minillm.using` replaces it with a user-supplied one.
+faster function (`cpu.py`, `triton.py`), and `minillm.using` replaces it with a user-supplied one. Engines that were
+made with `exact=True` share a set of their own (`exact.py`, `exact_triton.py`).
 """
 
 import importlib
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from minillm.overrides import OverrideError, Parts, Used, register
 from . import reference
 from .compositions import COMPOSITIONS, Compositions
 from .signatures import OPERATIONS, AttentionOptions, Rows, Truncation
+from .split_keys import FUSED
 
 # What an attention function that takes tensors gets by keyword.
 OPTION_NAMES = ("max_queries", *(field.name for field in fields(AttentionOptions)))
@@ -32,29 +34,47 @@ def names() -> tuple[str, ...]:
 
 
 class OperationSet(Compositions):
-    """The current functions of one type of device, `ops.on("cpu").linear(x, weight)`, and compositions of them."""
+    """The current functions of one type of device, `ops.on("cpu").linear(x, weight)`, and compositions of them.
 
-    def __init__(self, device: str):
-        self.device = device
+    exact: a token's result has the same bits whatever else a step computes.
+    """
+
+    def __init__(self, device: str, exact: bool = False):
+        self.device, self.exact = device, exact
         functions, origin = {}, {}
-        module, why_not = _fast_module(device)
+        module, why_not = _module(device, exact)
+        why = "the same bits in every step" if exact else f"faster on {device}"
         for name in OPERATIONS:
             fast = getattr(module, name, None)
             functions[name] = fast or getattr(reference, name)
             if module is not None and fast:
-                origin[name] = (module.__name__.rsplit(".", 1)[-1], f"faster on {device}")
+                origin[name] = (module.__name__.rsplit(".", 1)[-1], why)
             else:
                 origin[name] = ("reference", why_not or "the reference is as fast here")
-        self.fused = {name: getattr(module, name) for name in COMPOSITIONS if hasattr(module, name)}
+        self.fused = {name: getattr(module, name) for name in (*COMPOSITIONS, *FUSED) if hasattr(module, name)}
         super().__init__(functions, origin)
 
     @classmethod
-    def of(cls, device: str) -> Self:
+    def of(cls, device: str, exact: bool = False) -> Self:
         """The set of one type of device. (The operations are attributes, which `Parts` sets: no method is abstract.)"""
-        return cls(device)
+        return cls(device, exact)
 
     def replacement(self, name: str, function: Callable, used: Used, capturable: bool) -> Callable:
+        if self.exact:
+            function = _refused(name)
         return super().replacement(name, _with_options(name, function), used, capturable)
+
+
+def _refused(name: str) -> Callable:
+    """Return what runs in place of a user-supplied operation in an exact engine: other engines may run it meanwhile."""
+
+    def refuse(*arguments: object) -> NoReturn:
+        raise OverrideError(
+            f"an engine with exact=True does not run a user-supplied {name}: that may give a token other bits in other "
+            "steps; make the engine without exact"
+        )
+
+    return refuse
 
 
 def _with_options(name: str, function: Callable) -> Callable:
@@ -73,7 +93,7 @@ def _with_options(name: str, function: Callable) -> Callable:
 
     def by_keyword(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
         arguments: list[Any] = [q, cache, rows.block_table, rows.lengths]
-        more = options.given()
+        more = options.keywords()
         if name == "prefill_attention":
             arguments.append(rows.query_start)
             more["max_queries"] = rows.max_queries
@@ -134,8 +154,9 @@ def _takes_rows(name: str, function: Callable) -> bool:
     return takes_rows
 
 
-def _fast_module(device: str) -> tuple[ModuleType | None, str]:
-    wanted = {"cpu": "cpu", "cuda": "triton"}.get(device)
+def _module(device: str, exact: bool) -> tuple[ModuleType | None, str]:
+    modules = {"cpu": "exact", "cuda": "exact_triton"} if exact else {"cpu": "cpu", "cuda": "triton"}
+    wanted = modules.get(device)
     if wanted is None:
         return None, f"no faster functions for {device}"
     try:
@@ -144,27 +165,30 @@ def _fast_module(device: str) -> tuple[ModuleType | None, str]:
         return None, f"{wanted} functions cannot be imported ({error})"
 
 
-_sets: dict[str, OperationSet] = {}
+_sets: dict[tuple[str, bool], OperationSet] = {}
 _lock = threading.RLock()
 
 
-def on(device: str) -> OperationSet:
-    """The operations of a device type ("cpu", "cuda"): one set per type, shared by all engines.  Lesson 00."""
+def on(device: str, exact: bool = False) -> OperationSet:
+    """The operations of a device type ("cpu", "cuda"): one set per type, shared by all engines.  Lesson 00.
+
+    exact: the set that all engines with `exact=True` share.
+    """
     with _lock:
-        if device not in _sets:
-            _sets[device] = OperationSet.of(device)
-        return _sets[device]
+        if (device, exact) not in _sets:
+            _sets[device, exact] = OperationSet.of(device, exact)
+        return _sets[device, exact]
 
 
 @register
 def _sets_here() -> list[Parts]:
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else sorted({"cpu", *_sets})
-    return [on(device) for device in devices]
+    wanted = {("cpu", False), *_sets} | ({("cuda", False)} if torch.cuda.is_available() else set())
+    return [on(*each) for each in sorted(wanted)]
 
 
-def table(device: str = "cpu") -> list[dict[str, str]]:
+def table(device: str = "cpu", exact: bool = False) -> list[dict[str, str]]:
     """Every operation as {"name", "runs", "why", "signature"}: which implementation runs, and why.  Lesson 00."""
-    operations = on(device)
+    operations = on(device, exact)
     return [
         {
             "name": name,

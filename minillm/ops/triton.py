@@ -1,23 +1,31 @@
 """The operations that run as Triton kernels on a GPU; the others run in torch.  Lessons 03 and 04.
 
-Kernels compute in float32: for float64 the reference runs. The last three functions are compositions (see
+Kernels compute in float32: for float64 the reference runs. The last functions are compositions (see
 `compositions.py`): their kernels quantize what a product reads, or write what they have rotated to the cache.
 Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
 import triton  # noqa: F401  so that an ImportError names triton, which the kernels need
-from torch import Tensor, bfloat16, float16, float64
+from torch import Tensor, bfloat16, dtype, float16, float64
 
 from minillm.kernels import activation as gated
-from minillm.kernels import normalization, paged_attention, rope_cache, sampling
+from minillm.kernels import low_rank, normalization, paged_attention, rope_cache, sampling
+from minillm.kernels import partial_attention as over_parts
 from minillm.kv_cache.layer_cache import LayerCache, indexable, quantize
+from minillm.kv_cache.split_pages import SplitCache
 from minillm.quantization import QuantizedActivations, Weight
 from minillm.quantization.methods.hadamard import transform as hadamard  # noqa: F401  in two small products
 
 from . import reference
-from .signatures import AttentionOptions, Rows, Truncation
+from .signatures import AttentionOptions, LowRank, Rows, Truncation
 from .triton_linear import embedding as embedding
 from .triton_linear import linear, on_codes
+
+
+def add_low_rank(out: Tensor, x: Tensor, slots: Tensor, factors: LowRank) -> Tensor:
+    if x.dtype == float64:
+        return reference.add_low_rank(out, x, slots, factors)
+    return low_rank.add_low_rank(out, x, slots, *factors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,9 +99,9 @@ def normed_linear(
     x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, weight: Weight
 ) -> tuple[Tensor, Tensor] | None:
     """As `Compositions.normed_linear`; None unless the product takes codes."""
-    if (found := on_codes(residual, weight)) is None:
+    if (version := on_codes(residual, weight)) is None:
         return None
-    product, rounding = found
+    product, rounding = version
     if x is None:
         codes, scales = normalization.rms_norm_codes(residual, norm, eps, *rounding)
         total = residual
@@ -104,21 +112,47 @@ def normed_linear(
 
 def gated_linear(gate_up: Tensor, activation: str, weight: Weight) -> Tensor | None:
     """As `Compositions.gated_linear`; None unless the product takes codes and its kernel can hold a row."""
-    found = on_codes(gate_up, weight)
-    if found is None or weight.shape[1] > gated.MOST_COLUMNS:
+    version = on_codes(gate_up, weight)
+    if version is None or weight.shape[1] > gated.MOST_COLUMNS:
         return None
-    product, rounding = found
+    product, rounding = version
     codes, scales = gated.gated_activation_codes(gate_up, activation, *rounding)
     return product(QuantizedActivations(codes, scales))
 
 
 def rotary_write(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool
-) -> Tensor | None:
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool, keep: bool
+) -> tuple[Tensor, Tensor] | None:
     """As `Compositions.rotary_write`; None for float64 and heads whose size is no power of two."""
     if q.dtype == float64 or not _power_of_two(q.shape[-1]):
         return None
-    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys)
+    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys, keep)
+
+
+def prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions
+) -> Tensor:
+    """As `Compositions.prompt_attention`. A quantized cache is read, so that chunks of any length give the same."""
+    if not _attention_has_kernel(q, cache) or cache.k_scale is not None:
+        return prefill_attention(q, cache, rows, options)
+    return paged_attention.prefill_attention(q, cache, rows, options, (k, v))
+
+
+def partial_attention(
+    q: Tensor, cache: SplitCache, rows: Rows, options: AttentionOptions, decode: bool
+) -> tuple[Tensor, Tensor] | None:
+    """As `split_keys.partial_attention`; None for float64 and heads that no kernel takes."""
+    if not _attention_has_kernel(q, cache):
+        return None
+    return over_parts.partial_attention(q, cache, rows, options, cache.share, decode)
+
+
+def merged(outs: Tensor, log_sums: Tensor, dtype: dtype) -> Tensor | None:
+    """As `split_keys.merged`; None for float64 and heads that no kernel takes."""
+    if outs.dtype == float64 or not _power_of_two(outs.shape[-1]):
+        return None
+    parts = over_parts.merged(outs.flatten(1, -2), log_sums.flatten(1), dtype)
+    return parts.view(outs.shape[1:])
 
 
 def _attention_has_kernel(q: Tensor, cache: LayerCache) -> bool:

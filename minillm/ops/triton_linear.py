@@ -37,7 +37,7 @@ Product = Callable[[QuantizedActivations], Tensor]  # codes [..., in] with scale
 
 
 class Rounding(NamedTuple):
-    """How a kernel quantizes the inputs of a product."""
+    """Says how a kernel quantizes the inputs of a product."""
 
     dtype: torch.dtype  # of the codes
     scale: Tensor | None  # [1], if it is static
@@ -64,10 +64,10 @@ class LinearOnCodes:
         return None if product is None else (product, Rounding(dtype, weight.input_scale))
 
     def __call__(self, x: Tensor, weight: Weight) -> Tensor:
-        found = self.on_codes(x, weight)
-        if found is None:
+        version = self.on_codes(x, weight)
+        if version is None:
             return (self.unquantized if weight.activations is None else reference.linear)(x, weight)
-        product, rounding = found
+        product, rounding = version
         codes, scales = quantize_rows(x.reshape(-1, x.shape[-1]), *rounding)
         return product(QuantizedActivations(codes.view(x.shape), scales.view(*x.shape[:-1], 1)))
 

@@ -4,14 +4,22 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from minillm.errors import RankFailed
-from minillm.model.parallel import Parallel
+from minillm.kv_cache.split_pages import BlockShare
+from minillm.model.parallel import Inboxes, Parallel
+from minillm.model.replaceable import PARTS
 
+if TYPE_CHECKING:
+    from minillm.kernels.peers import Reducer
+
+ROWS, WIDTH = 64, 8192  # of sums that kernels compute themselves: above, NCCL is faster
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the network interface between processes of one machine
 
 
@@ -20,11 +28,19 @@ class PeerLost(RankFailed):
 
 
 class Group(Parallel):
-    """This process's place among the ranks. `entered` counts its collectives: a rank that hangs falls behind."""
+    """This process as one of the ranks, all of which share every layer.
+
+    `entered` counts its collectives: a rank that hangs falls behind.
+    """
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
+        self.number = rank  # among all ranks
         self.entered = 0
+        self._dividing: dist.ProcessGroup | None = None  # the ranks that divide cache blocks with this one
+        self.waiting = False  # whether it is in a collective now
+        self.members: dist.ProcessGroup | None = None  # those that share its layers; None: all ranks
+        self.reducer: Reducer | None = None  # the kernels' own sums of few rows, between GPUs that are connected
 
     @classmethod
     def join(cls, rank: int, size: int, meeting: str, device: torch.device) -> "Group":
@@ -33,44 +49,109 @@ class Group(Parallel):
         if device.type == "cuda":
             torch.cuda.set_device(device)
             dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+            group = cls(rank, size)
+            if group._reach_each_other():
+                from minillm.kernels.peers import Reducer
+
+                inbox, peers = group.shared(2, size, ROWS, WIDTH)
+                group.reducer = Reducer(rank, inbox, peers, torch.zeros(ROWS, dtype=torch.int32, device=device))
+            return group
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         return cls(rank, size)
 
+    @property
+    def connected(self) -> bool:
+        return self.reducer is not None
+
+    def _reach_each_other(self) -> bool:
+        """Return whether all ranks' GPUs can write to each other's memory. A collective."""
+        mine = torch.cuda.current_device()
+        others = range(mine - self.rank, mine - self.rank + self.size)  # the GPUs of all ranks: see `executor.devices`
+        here = all(torch.cuda.can_device_access_peer(mine, other) for other in others if other != mine)
+        return bool(self.least(int(here)))
+
+    def inboxes(self, sums: int, width: int) -> Inboxes:
+        own, peers = self.shared(sums, self.size, width)
+        return Inboxes(own, peers, torch.zeros(1, dtype=torch.int32, device=own.device))
+
+    def shared(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """Zeros int64 that all ranks can write to, and the addresses [ranks] int64 of all ranks'."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        own = symmetric_memory.empty(*shape, dtype=torch.int64, device=device).zero_()
+        memory = symmetric_memory.rendezvous(own, dist.group.WORLD)
+        torch.cuda.synchronize()
+        self.least(0)  # all are zeros before anything is sent
+        return own, torch.tensor(memory.buffer_ptrs, dtype=torch.int64, device=device)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        if self.reducer is None or not self.reducer.takes(x):
+            return None
+        return self.reducer.add_rms_norm(x, residual, norm, eps)
+
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self.size == 1:
+            return x
+        if self.reducer is not None and self.reducer.takes(x):
+            return self.reducer.all_reduce(x)
         if x.is_cuda:
             with self._entered():
-                dist.all_reduce(x)
+                dist.all_reduce(x, group=self.members)
             return x
-        # Added in the order of ranks: the sum of an element does not depend on where in the tensor it is.
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        first, *others = self._gathered(x)
-        found = first.to(dtype, copy=True)
-        for other in others:
-            found += other
-        return found.to(x.dtype)
+        return PARTS.all_reduce(x, self)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return self._gathered(x).movedim(0, -2).flatten(-2)
+        if self.size == 1:
+            return x
+        every = x.new_empty(self.size, *x.shape)
+        with self._entered():
+            dist.all_gather(list(every.unbind()), x.contiguous(), group=self.members)
+        return every.movedim(0, -2).flatten(-2)
+
+    def exchange(self, x: Tensor, to: int, source: int) -> Tensor:
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        first = self.number - self.rank
+        with self._entered():
+            sending = dist.isend(x.contiguous(), first + to)
+            dist.recv(received, first + source)
+            if sending is not None:
+                sending.wait()
+        return received
 
     def least(self, number: int) -> int:
-        found = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        smallest = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         with self._entered():
-            dist.all_reduce(found, dist.ReduceOp.MIN)
-        return int(found)
+            dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest)
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        """All ranks' x: [size, *x.shape]."""
-        found = x.new_empty(self.size, *x.shape)
+    def split_pages(self, ranks: int) -> None:
+        """Divide cache blocks between each `ranks` ranks that follow each other. A collective."""
+        self.share = BlockShare(self.rank % ranks, ranks)
+        for first in range(0, dist.get_world_size(), ranks) if ranks > 1 else ():
+            members = dist.new_group([*range(first, first + ranks)])
+            if first <= self.number < first + ranks:
+                self._dividing = members
+
+    def all_gather_pages(self, x: Tensor) -> Tensor:
+        every = x.new_empty(self.share.of, *x.shape)
         with self._entered():
-            dist.all_gather(list(found.unbind()), x.contiguous())
-        return found
+            dist.all_gather(list(every.unbind()), x.contiguous(), group=self._dividing)
+        return every
+
+    def exchange_pages(self, x: Tensor) -> Tensor:
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        with self._entered():
+            dist.all_to_all_single(received, x.contiguous(), group=self._dividing)
+        return received
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
         self.entered += 1
+        self.waiting = True
         try:
             yield
         except RuntimeError as error:
             raise PeerLost(f"a collective failed: {str(error).splitlines()[0]}") from error
+        finally:
+            self.waiting = False

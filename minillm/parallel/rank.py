@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 
+from minillm.errors import ConfigError
 from minillm.runner.executor import LocalExecutor
-from minillm.runner.launched import Results
+from minillm.runner.launched import LaunchedStep, Results
 from minillm.scheduler.step import Step
 
 from .collectives import Group
-from .messages import PING, Answered, Failed, LoadShard, Pong
+from .messages import PING, Answered, Failed, LoadShard, Pong, Ran, Replace, StepOfStages
+from .replacements import Replacements
+from .stages import StageGroup
 
 PR_SET_PDEATHSIG = 1
 
@@ -40,33 +43,61 @@ class Rank:
         self.connection, self.rank = connection, rank
         self.group: Group | None = None
         self.executor: LocalExecutor | None = None
+        self.replacements = Replacements()
+        self.working = False
+        self._failed = threading.Event()
         self._messages: SimpleQueue[Any] = SimpleQueue()
         self._answers: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         self._sending = threading.Lock()
         threading.Thread(target=self._read, name="minillm-messages", daemon=True).start()
-        threading.Thread(target=self._answer, name="minillm-answers", daemon=True).start()
-        self.group = Group.join(rank, size, meeting, torch.device(device))
+        threading.Thread(target=self._answer, args=(device,), name="minillm-answers", daemon=True).start()
+        self.group = self.world = Group.join(rank, size, meeting, torch.device(device))
 
     def run(self) -> None:
-        """Do what the messages say, until the engine is gone."""
+        """Do what the messages say, until the engine is gone. After a failure, only pings are answered.
+
+        The other ranks would take what this one sends in a later step for a part of the step that failed.
+        """
         while True:
             message = self._messages.get()
+            if self._failed.is_set():
+                continue
+            self.working = True
             try:
                 self._answers.put(self._do(message))
             except Exception as error:
+                self._failed.set()
                 self._answers.put(_raising(error))
+            self.working = False
 
     def _do(self, message: Any) -> Callable[[], Any]:
         """Carry out a message. Returns what waits for its answer."""
+        assert self.group is not None, "messages are read once it is there"
+        if isinstance(message, StepOfStages):
+            assert self.executor is not None, "a model is loaded before there are steps"
+            if not self.group.stage.last:
+                for sampled in message.sampled:
+                    self.executor.runner.put(*sampled)
+            message = message.step
         if isinstance(message, Step):
             assert self.executor is not None, "a model is loaded before there are steps"
             launched = self.executor.launch(message)
-            return launched.wait if self.rank == 0 else lambda: checksum(launched.wait())
+            used, group = self.replacements.used(), self.group
+            if not group.stage.last:
+                return lambda: _finished(launched, Ran(None, used) if group.rank == 0 else None)
+            return lambda: Ran(launched.wait(), used) if group.rank == 0 else checksum(launched.wait())
+        if isinstance(message, Replace):
+            problem = self.replacements.follow(message)
+            return lambda: problem
         if isinstance(message, LoadShard):
-            assert self.group is not None, "messages are read once it is there"
             if self.executor is not None:
                 self.executor.close()
-            self.executor = LocalExecutor(message.place, message.config, parallel=self.group)
+            stages = message.config.pipeline_parallel_size
+            self.group = self.world if stages == 1 else StageGroup(self.world, stages)
+            self.group.split_pages(message.config.decode_context_parallel_size)
+            if problem := self.replacements.follow(message.replace):
+                raise ConfigError(problem)
+            self.executor = LocalExecutor(message.source, message.config, parallel=self.group)
             facts = self.executor.facts
             return lambda: facts
         assert self.executor is not None, "a model is loaded before kernels are warmed up"
@@ -82,17 +113,22 @@ class Rank:
             except (EOFError, OSError):  # the engine is gone; the other threads may be inside a collective
                 os._exit(0)
             if message == PING:
-                self._send(Pong(-1 if self.group is None else self.group.entered))
+                entered, waiting = (-1, False) if self.group is None else (self.group.entered, self.group.waiting)
+                self._send(Pong(entered, self.working and not waiting))
             else:
                 self._messages.put(message)
 
-    def _answer(self) -> None:
+    def _answer(self, device: str) -> None:
+        if device.startswith("cuda"):  # each thread has a current device of its own, which is cuda:0 at first
+            torch.cuda.set_device(device)
         while True:
             wait = self._answers.get()
             try:
                 self._send(Answered(wait()))
             except Exception as error:
+                self._failed.set()
                 self._send(Failed.of(error))
+                return
 
     def _send(self, message: Any) -> None:
         with self._sending:
@@ -100,6 +136,11 @@ class Rank:
                 self.connection.send_bytes(pickle.dumps(message))
             except OSError:
                 os._exit(0)
+
+
+def _finished(launched: LaunchedStep, answer: Any) -> Any:
+    launched.finish()
+    return answer
 
 
 def _raising(error: Exception) -> Callable[[], Any]:

@@ -12,14 +12,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from minillm.errors import ConfigError, MinillmError, RankFailed
+from minillm.folders import import_path
 
 from .messages import PING, Answered, Failed, Pong
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Process(Protocol):
-    """What is needed of a process: `subprocess.Popen` has it."""
+    """The part of `subprocess.Popen` that is used."""
 
     pid: int
 
@@ -49,12 +49,10 @@ Start = Callable[[socket.socket, Sequence[str]], Process]
 
 def start_process(theirs: socket.socket, arguments: Sequence[str]) -> Process:
     """Start `minillm.parallel.rank` with its end of a socket."""
-    places = [place for place in sys.path if place and not place.endswith(".zip")]
-    path = os.pathsep.join([*places, str(Path(__file__).parents[2])])
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "minillm.parallel.rank", str(theirs.fileno()), *arguments],
         stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": import_path()},
         pass_fds=[theirs.fileno()],
         process_group=0,  # the terminal's Ctrl-C is the engine's
     )
@@ -67,7 +65,9 @@ class Member:
         self.rank, self.process = rank, process
         self.inbox: deque[Answered | Failed] = deque()
         self.entered = -1  # collectives, when it last answered a ping
+        self.working = False  # whether it was busy then, and waited for no other rank
         self.heard = 0.0  # when that was; only differences count
+        self.closed = False  # whether its process has ended, or left the connection
         for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a stopped process never blocks the engine
             ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", int(patience), int(patience % 1 * 1e6)))
         self.connection = connection.Connection(ours.detach())
@@ -80,18 +80,24 @@ class Member:
         try:
             message = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
+            self.closed = True
             return False
         if isinstance(message, Pong):
-            self.entered, self.heard = message.entered, time.monotonic()
+            self.entered, self.working, self.heard = message.entered, message.working, time.monotonic()
         else:
             self.inbox.append(message)
         return True
 
+    def status(self) -> int | None:
+        """Wait for the process, which is ending: its exit status, or None if it only closed its connection."""
+        try:
+            return self.process.wait(CLOSING)
+        except subprocess.TimeoutExpired:
+            return None
+
     def end(self) -> str:
         """Wait for the process, which is ending, and return how it did."""
-        try:
-            status = self.process.wait(CLOSING)
-        except subprocess.TimeoutExpired:
+        if (status := self.status()) is None:
             return "closed its connection"
         if status == -signal.SIGKILL:
             return "was killed by SIGKILL, as the system does when memory runs out"
@@ -107,7 +113,9 @@ class Ranks:
 
     def __init__(self, devices: Sequence[str], patience: float = PATIENCE, start: Start = start_process):
         if sys.platform == "win32":
-            raise ConfigError("tensor_parallel_size: processes share a model on Linux only; leave it out")
+            raise ConfigError(
+                "processes share a model on Linux only: leave out tensor_parallel_size and pipeline_parallel_size"
+            )
         self.devices, self.patience, self._start = tuple(devices), patience, start
         self.failure: str | None = None
         self.members: list[Member] = []
@@ -144,19 +152,32 @@ class Ranks:
         """Send each rank its message; a single one is for all of them."""
         self._check()
         packed = [pickle.dumps(message) for message in messages]
-        for member, data in zip(self.members, packed * (len(self.members) // len(packed)), strict=True):
-            try:
-                member.connection.send_bytes(data)
-            except BlockingIOError:
-                self.lose(f"{member} has read nothing for {self.patience:g} s: it is stopped or hangs")
-            except OSError:
-                self.lose(f"{member} {member.end()}")
+        with self.whole():
+            for member, data in zip(self.members, packed * (len(self.members) // len(packed)), strict=True):
+                try:
+                    member.connection.send_bytes(data)
+                except BlockingIOError:
+                    self.lose(f"{member} has read nothing for {self.patience:g} s: it is stopped or hangs")
+                except OSError:
+                    while member.read():  # what it said last
+                        pass
+                    self._explain()
 
     def collect(self, *, limited: bool = True) -> list[Any]:
         """Wait for the next answer of each rank: their values. limited=False: for as long as that takes.
 
         Raises RankFailed, and ConfigError if what the ranks were told to do cannot work.
         """
+        self.wait(limited=limited)
+        return self.take()
+
+    def take(self) -> list[Any]:
+        """The values of the answers that `wait` has waited for."""
+        with self.whole():
+            return [answer.value for each in self.members if isinstance(answer := each.inbox.popleft(), Answered)]
+
+    def wait(self, *, limited: bool = True) -> None:
+        """As `collect`, but the answers are not taken: an interrupt does no harm."""
         self._check()
         progress, moved = self._progress(), time.monotonic()
         while True:
@@ -171,10 +192,19 @@ class Ranks:
                 self._ask()
                 if time.monotonic() - moved > self.patience:
                     self._blame(moved)
-        return [found.value for member in self.members if isinstance(found := member.inbox.popleft(), Answered)]
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """End all ranks if this is interrupted: they would get half a message, or a later one would get its answers."""
+        try:
+            yield
+        except BaseException:
+            if self.failure is None:
+                self._end("the ranks were interrupted between a message and its answers")
+            raise
 
     def ended(self) -> str | None:
-        """Which process has ended, and how; None if all run. From any thread."""
+        """Return which process has ended, and how; None if all run. From any thread."""
         for member in self.members:
             with suppress(subprocess.TimeoutExpired):
                 member.process.wait(0)
@@ -198,11 +228,14 @@ class Ranks:
 
     def lose(self, why: str, error: type[MinillmError] = RankFailed) -> NoReturn:
         """End all ranks because of one."""
+        self._end(why)
+        raise error(why)
+
+    def _end(self, why: str) -> None:
         self.failure = why
         for member in self.members:
             member.process.kill()
         self.close(wait=False)
-        raise error(why)
 
     def _owing(self) -> list[Member]:
         return [member for member in self.members if not member.inbox]
@@ -212,34 +245,52 @@ class Ranks:
 
     def _read(self, seconds: float) -> bool:
         """Wait for messages of any rank, and take them. Returns whether there were any."""
-        ready = connection.wait([member.connection for member in self.members], seconds)
-        for member in self.members:
-            if member.connection in ready and not member.read():
-                self.lose(f"{member} {member.end()}")
+        heard = self._take_ready(seconds)
+        if any(member.closed for member in self.members):
+            self._explain()
+        return heard
+
+    def _take_ready(self, seconds: float) -> bool:
+        ready = connection.wait([member.connection for member in self.members if not member.closed], seconds)
+        with self.whole():
+            for member in self.members:
+                if member.connection in ready:
+                    member.read()
         return bool(ready)
 
     def _ask(self) -> None:
         """Ask all ranks how far they are."""
-        for member in self.members:
-            with suppress(OSError):
-                member.connection.send_bytes(pickle.dumps(PING))
+        with self.whole():
+            for member in self.members:
+                with suppress(OSError):
+                    member.connection.send_bytes(pickle.dumps(PING))
 
     def _explain(self) -> NoReturn:
-        """Raise why a rank has failed. What it reports may only be what another rank's failure did to it."""
+        """Raise why a rank has failed or ended. Another rank's failure may have done that to it.
+
+        A process that loses another one in a collective reports it, or its library aborts it.
+        """
         deadline = time.monotonic() + GRACE
         while True:
-            failures = [(each, each.inbox[0]) for each in self.members if each.inbox]
-            failed = [(member, found) for member, found in failures if isinstance(found, Failed)]
-            own = [(member, found) for member, found in failed if not found.by_others]
-            known = any(not found.expected for _, found in own) or not self._owing()
+            ended = {each: each.status() for each in self.members if each.closed}
+            killed = [each for each, status in ended.items() if status == -signal.SIGKILL]
+            exited = [each for each, status in ended.items() if status != -signal.SIGABRT]
+            reports = [(each, each.inbox[-1]) for each in self.members if each.inbox]
+            failed = [(member, report) for member, report in reports if isinstance(report, Failed)]
+            own = [(member, report) for member, report in failed if not report.by_others]
+            # A stage that has ended may have answered before.
+            known = any(not report.expected for _, report in own) or (own and not self._owing())
             left = deadline - time.monotonic()
-            if known or left <= 0:
+            if known or exited or left <= 0:
                 break
-            self._read(left)
+            self._take_ready(left)
+        if killed or (ended and not own):
+            member = (killed or exited or list(ended))[0]
+            self.lose(f"{member} {member.end()}")
         member, failure = (own or failed)[0]
         if failure.trace:
             log.error("%s failed:\n%s", member, failure.trace)
-        alike = len(failed) == len(self.members) and len({found.message for _, found in failed}) == 1
+        alike = len(failed) == len(self.members) and len({report.message for _, report in failed}) == 1
         self.lose(failure.message if alike else f"{member}: {failure.message}", failure.error)
 
     def _blame(self, moved: float) -> None:
@@ -248,10 +299,11 @@ class Ranks:
         silent = [member for member in self.members if member.heard < moved]
         if len(silent) == len(self.members) and seconds < PATIENT * self.patience:
             return  # this process may be what stood still
-        behind = min(self.members, key=lambda member: (member not in silent, member.entered))
         if silent:
-            self.lose(f"{behind} has not answered for {seconds:.0f} s: it is stopped or hangs")
-        if len({member.entered for member in self.members}) > 1:
+            self.lose(f"{silent[0]} has not answered for {seconds:.0f} s: it is stopped or hangs")
+        working = [member for member in self.members if member.working]  # the others wait for messages, or in a call
+        if 0 < len(working) < len(self.members):
+            behind = min(working, key=lambda member: member.entered)
             self.lose(f"{behind} hangs: the others have waited for it for {seconds:.0f} s")
         owing = " and ".join(map(str, self._owing()))
         self.lose(f"{owing} hangs: a step has made no progress for {seconds:.0f} s")

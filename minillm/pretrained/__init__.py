@@ -13,7 +13,7 @@ from minillm.lazy_imports import exports
 if TYPE_CHECKING:
     from .cache import Origin, cache_directory, model_name, origin
     from .catalog import CATALOG, Offer
-    from .find import directory, download, downloaded, place
+    from .find import directory, download, downloaded, folder_of
 
 __all__ = [
     "CATALOG",
@@ -25,7 +25,7 @@ __all__ = [
     "downloaded",
     "model_name",
     "origin",
-    "place",
+    "folder_of",
 ]
 
 __getattr__, __dir__ = exports(
@@ -40,6 +40,6 @@ __getattr__, __dir__ = exports(
         "downloaded": "find",
         "model_name": "cache",
         "origin": "cache",
-        "place": "find",
+        "folder_of": "find",
     },
 )

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a converted model comes from; stored in its directory, in the last file written.
+    """The origin of a converted model; stored in its directory, in the last file written.
 
     source   in words
     sha256   of the GGUF file
@@ -44,7 +44,7 @@ class Origin:
 
     @property
     def remark(self) -> str:
-        """What a reader of this model's quality has to know; "" if nothing."""
+        """Return what to know about this model's quality; "" if nothing."""
         if not self.rounded:
             return ""
         return f"its weights were rounded to {self.rounded} before minillm read them, and the original model is better"
@@ -55,26 +55,26 @@ def origin(directory: Path) -> Origin | None:
     file = directory / ORIGIN
     if not file.is_file():
         return None
-    found = read_json(file, ConfigError)
+    fields = read_json(file, ConfigError)
     try:
-        return Origin(**found)
+        return Origin(**fields)
     except TypeError:  # written by another version
         return None
 
 
-def write_origin(directory: Path, found: Origin) -> None:
+def write_origin(directory: Path, origin: Origin) -> None:
     """Mark a directory as complete."""
-    (directory / ORIGIN).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    (directory / ORIGIN).write_text(json.dumps(asdict(origin), indent=1) + "\n", encoding="utf-8")
 
 
 def is_complete(directory: Path, sha256: str) -> bool:
     """Return whether a directory of the cache is a whole model, made by this version from the file with that hash."""
     try:
-        found = origin(directory)
+        known = origin(directory)
     except (ConfigError, OSError) as error:  # it is damaged, or in a directory that may not be read
         log.debug("%s", error)
         return False
-    return found is not None and (found.sha256, found.layout) == (sha256, LAYOUT)
+    return known is not None and (known.sha256, known.layout) == (sha256, LAYOUT)
 
 
 def cache_directory() -> Path:
@@ -106,7 +106,7 @@ def build(target: Path, sha256: str, needed: int, fill: Callable[[Path], Origin]
             if is_complete(target, sha256):
                 return target
             shutil.rmtree(temporary, ignore_errors=True)
-            check_room(target.parent, needed)
+            check_free(target.parent, needed)
             temporary.mkdir()
             try:
                 write_origin(temporary, fill(temporary))
@@ -130,17 +130,17 @@ def not_writable(error: OSError) -> ConfigError:
     )
 
 
-def free_bytes(place: Path) -> int:
+def free_bytes(folder: Path) -> int:
     """Return what is free on the disk that holds a directory."""
-    return shutil.disk_usage(place).free
+    return shutil.disk_usage(folder).free
 
 
-def check_room(place: Path, needed: int) -> None:
-    """Raise ConfigError unless so many bytes are free on the disk that holds `place`."""
-    free = free_bytes(place)
+def check_free(folder: Path, needed: int) -> None:
+    """Raise ConfigError unless so many bytes are free on the disk that holds `folder`."""
+    free = free_bytes(folder)
     if free < needed:
         raise ConfigError(
-            f"{place} has {free / MB:,.0f} MB free, and {needed / MB:,.0f} MB are needed: free some space, or set "
+            f"{folder} has {free / MB:,.0f} MB free, and {needed / MB:,.0f} MB are needed: free some space, or set "
             "MINILLM_CACHE to a directory on another disk"
         )
 

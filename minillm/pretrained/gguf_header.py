@@ -1,6 +1,6 @@
 """Read and check the header of a GGUF file: everything in it but the tensors' data.  Lesson 05.
 
-A download that was cut off, or a file of another kind, is refused here, with the place of what is wrong. So the
+A download that was cut off, or a file of another kind, is refused here, with where it is wrong. So the
 programs that read the whole file meet only sound ones. No length is trusted before it is compared with the file's size:
 a wrong one costs neither memory nor time.
 
@@ -113,7 +113,7 @@ class Array:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is. shape: as the file has it, with the axis whose elements are neighbors first."""
+    """A tensor's entry. shape: as the file has it, with the axis whose elements are neighbors first."""
 
     shape: tuple[int, ...]
     type: str  # a name of TYPES
@@ -123,7 +123,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says about its model.
+    """A GGUF file's description of its model.
 
     metadata: values as Python's own; a short array as a tuple, a long one as `Array`. tensors: by their names.
     """
@@ -308,7 +308,7 @@ class _File:
         return tensors
 
     def _tensor(self, index: int, alignment: int) -> tuple[str, TensorInfo]:
-        """A tensor's name and its place; `start` counts from the beginning of the data."""
+        """A tensor's name and where it is; `start` counts from the beginning of the data."""
         name = self._string(f"the name of tensor {index}", NAME_BYTES)
         tensor = f"the tensor {shown(name)}"
         if not name:
@@ -383,7 +383,7 @@ class _File:
         )
 
     def _fail(self, problem: str, back: int | None = None) -> NoReturn:
-        """back: how many bytes ago the wrong ones began; None if the problem has no one place."""
+        """back: how many bytes ago the wrong ones began; None if it is not in one place."""
         where = "" if back is None else f" (at byte {self.position - back})"
         raise ConfigError(f"{self.path} is damaged: {problem}{where}; download it again")
 

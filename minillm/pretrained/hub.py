@@ -124,7 +124,7 @@ def _library() -> ModuleType:
 
 
 class _Unavailable(MinillmError):
-    """Why a model cannot be had from the Hub.
+    """A model cannot be had from the Hub.
 
     way_out: what to do about it. answered: whether the Hub refused; else it could not be asked, or a file not be
     written. recoverable: whether a copy in the cache may be used instead.

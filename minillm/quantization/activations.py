@@ -34,7 +34,7 @@ class QuantizedActivations:
 
 @dataclass(frozen=True)
 class Activations:
-    """How a product's inputs are quantized.
+    """Says how a product's inputs are quantized.
 
     kind    "int8" or "fp8" (e4m3)
     static  False: each token's scale follows from its own largest value. True: all tokens share the scale that

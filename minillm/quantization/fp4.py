@@ -31,7 +31,7 @@ MEAN_SQUARE = 8.5625  # of the sixteen values
 
 @dataclass(frozen=True)
 class Fp4(Format):
-    """What both formats have in common."""
+    """The base of both formats."""
 
     group_size: ClassVar[int]
     scale_dtype: ClassVar[torch.dtype]  # as scales are stored
@@ -108,9 +108,9 @@ class Fp4Weight(QuantizedWeight):
     def rows(self, which: Tensor | slice) -> Codes:
         scales = self.scales.view(torch.uint8)[which]  # as bytes: torch cannot index FP8 on every device
         wide = torch.promote_types(self.dtype, torch.float32)
-        found = scales.view(torch.float8_e4m3fn).to(wide) if self.needs_whole_module else from_exponents(scales, wide)
+        wider = scales.view(torch.float8_e4m3fn).to(wide) if self.needs_whole_module else from_exponents(scales, wide)
         divisor = None if self.global_scale is None else self.global_scale[which][:, None]
-        return Codes(unpack(self.packed[which]), found, global_scale=divisor)
+        return Codes(unpack(self.packed[which]), wider, global_scale=divisor)
 
     def fill(self, rows: range, codes: Codes) -> None:
         check_no_zeros(codes, self.format.name)

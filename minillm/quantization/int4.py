@@ -57,8 +57,8 @@ class Int4(Format):
         if size is None or size < 2 or size % 2:
             raise ConfigError(f"group_size must be an even whole number from 2, not {shown(self.group_size)}")
         for name in ("symmetric", "act_order"):
-            if not isinstance(given := getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, not {shown(given)}")
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {shown(value)}")
 
     def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> "Int4Weight":
         if inputs % self.group_size:

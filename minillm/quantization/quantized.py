@@ -1,4 +1,4 @@
-"""What the weights of all quantized formats have in common.  Lesson 05."""
+"""The base of all quantized weights.  Lesson 05."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ class QuantizedWeight(Weight):
 
     @property
     def needs_whole_module(self) -> bool:
-        """Whether `round` needs all rows of a module at once."""
+        """Return whether `round` needs all rows of a module at once."""
         return False
 
     def dequantize(self) -> Tensor:

@@ -59,7 +59,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping) or not all(isinstance(pattern, str) for pattern in self.rules):
             raise ConfigError(f"a recipe must map patterns of addresses to formats, not be {shown(self.rules)}")
-        formats = {pattern: _format(pattern, given) for pattern, given in self.rules.items()}
+        formats = {pattern: _format(pattern, rule) for pattern, rule in self.rules.items()}
         object.__setattr__(self, "rules", formats)
 
     @classmethod
@@ -70,15 +70,15 @@ class Recipe:
         """
         chosen = {"layers.*": layers, "head": head}
         rules = {pattern: UNCALIBRATED[name] for pattern, name in chosen.items() if name is not None}
-        if isinstance(found := rules.get("layers.*"), Int4):
-            rules["layers.*"] = replace(found, group_size=fitting_group_size(inputs))
+        if isinstance(int4 := rules.get("layers.*"), Int4):
+            rules["layers.*"] = replace(int4, group_size=fitting_group_size(inputs))
         return cls(rules) if rules else None
 
     def format(self, address: str) -> Format:
         """The format of the weight at an address."""
-        found = next((each for pattern, each in self.rules.items() if fnmatchcase(address, pattern)), Dense())
-        assert not isinstance(found, (str, Mapping))  # since they were converted
-        return found
+        format = next((each for pattern, each in self.rules.items() if fnmatchcase(address, pattern)), Dense())
+        assert not isinstance(format, (str, Mapping))  # since they were converted
+        return format
 
 
 def weight_only(format: Format) -> Format:
@@ -86,15 +86,15 @@ def weight_only(format: Format) -> Format:
     return format if format.activations is None else replace(cast(Any, format), activations=None)
 
 
-def _format(pattern: str, given: Format | str | Mapping[str, Any]) -> Format:
-    if not isinstance(given, (str, Mapping)):
-        if isinstance(given, type) or not callable(getattr(given, "empty", None)):
+def _format(pattern: str, rule: Format | str | Mapping[str, Any]) -> Format:
+    if not isinstance(rule, (str, Mapping)):
+        if isinstance(rule, type) or not callable(getattr(rule, "empty", None)):
             raise ConfigError(
                 f"{pattern!r} must have a format, its name, or a dictionary of its name and parameters, "
-                f"not {shown(given)}"
+                f"not {shown(rule)}"
             )
-        return given
-    values: dict[str, Any] = {"format": given} if isinstance(given, str) else dict(given)
+        return rule
+    values: dict[str, Any] = {"format": rule} if isinstance(rule, str) else dict(rule)
     name = values.pop("format", None)
     if not isinstance(name, str) or name not in FORMATS:
         raise ConfigError(f"{pattern!r} has the unknown format {shown(name)}; formats are: {', '.join(FORMATS)}")
@@ -107,10 +107,10 @@ def _format(pattern: str, given: Format | str | Mapping[str, Any]) -> Format:
     return kind(**values)
 
 
-def _activations(pattern: str, given: Any) -> Activations:
+def _activations(pattern: str, name: Any) -> Activations:
     """An object, or its name: "int8", "fp8" or "fp8-static"."""
-    if isinstance(given, Activations):
-        return given
-    if not isinstance(given, str) or given not in ACTIVATIONS:
-        raise ConfigError(f"{pattern!r} has activations {shown(given)}; they can be: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[given]
+    if isinstance(name, Activations):
+        return name
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ConfigError(f"{pattern!r} has activations {shown(name)}; they can be: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

@@ -32,7 +32,7 @@ KEPT, OF = 2, 4  # of 2:4 sparsity
 
 @dataclass(frozen=True)
 class Sparse(Format):
-    """What both formats have in common."""
+    """The base of both formats."""
 
     simulated: ClassVar[str] = "files are smaller, but loaded weights hold their zeros, and products take as long"
 

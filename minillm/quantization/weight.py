@@ -117,7 +117,7 @@ class Weight(Protocol):
 
     @property
     def activations(self) -> Activations | None:
-        """How the inputs of its product are quantized; None: they are not."""
+        """Return how the inputs of its product are quantized; None: they are not."""
         ...
 
     @property
@@ -165,7 +165,7 @@ class Weight(Protocol):
 
 
 class Format(Protocol):
-    """How weights are stored: a class of weights with its parameters, such as the size of a group.  Lesson 05."""
+    """A way to store weights: a class of weights with its parameters, such as the size of a group.  Lesson 05."""
 
     name: ClassVar[str]  # as in recipes
     simulated: ClassVar[str] = ""  # for a format that is only for measuring accuracy: why that is so
@@ -179,14 +179,14 @@ class Format(Protocol):
 
     @property
     def activations(self) -> Activations | None:
-        """How the inputs of products are quantized; None: they are not."""
+        """Return how the inputs of products are quantized; None: they are not."""
         ...
 
 
 def joined(pieces: Iterable[Tensor]) -> Tensor:
     """Slices of a tensor's first axis, each valid only until the next is read, as one tensor."""
-    found = [piece.clone() for piece in pieces]
-    return torch.cat(found) if found else torch.empty(0)
+    copies = [piece.clone() for piece in pieces]
+    return torch.cat(copies) if copies else torch.empty(0)
 
 
 def copy_pieces(to: Tensor, pieces: Iterable[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What a report's figures say, in sentences that are written only where the figures make them true.
+"""Put a report's figures into sentences, each written only where the figures make it true.
 
 Each function takes a record of `minillm report` and returns sentences, the most important first.
 """
@@ -45,8 +45,8 @@ def simulated(record: Record) -> set[str]:
 
 def offline(record: Record, version: str, workload: str, part: str = "offline") -> Row | None:
     """A version's row of an offline workload, named by its first word; None also if its speed is rounded to 0."""
-    found = [row for row in rows(record, part, version) if row["workload"].split("_")[0] == workload]
-    return found[0] if found and found[0]["output_tokens_per_s"] else None
+    matching = [row for row in rows(record, part, version) if row["workload"].split("_")[0] == workload]
+    return matching[0] if matching and matching[0]["output_tokens_per_s"] else None
 
 
 def listed(words: Sequence[str], last: str = "and") -> str:
@@ -80,17 +80,17 @@ def accuracy(record: Record) -> list[str]:
     first, others = measured[0], measured[1:]
     count, share = first["questions"], first["accuracy"]
     low, high = interval(share, count)
-    found = [
+    sentences = [
         f"Unquantized, in float32, the model answers {share:.1%} of {count:,} questions correctly; with 95% "
         f"confidence it would answer {low:.1%} to {high:.1%} of all such questions."
     ]
     if low <= CHANCE <= high:
-        found.append(
+        sentences.append(
             "Guessing gives 25%, because every question has four answers, so these answers are no better than "
             "guesses. Accuracy then cannot show what quantization loses; the KL divergence can."
         )
         if record["settings"]["task"] == "isles" and not record["embedded"]:
-            found.append(
+            sentences.append(
                 "The questions are about an invented world that only the embedded model was trained on. With "
                 "--tasks mmlu the report asks real ones."
             )
@@ -103,13 +103,13 @@ def accuracy(record: Record) -> list[str]:
             f"{row['loss_interval'][1]:.1f})"
             for row in sorted(worse, key=lambda row: -row["loss_points"])
         ]
-        found.append(f"Worse, with 95% confidence: {listed(losses)}.")
+        sentences.append(f"Worse, with 95% confidence: {listed(losses)}.")
     if better:
-        found.append(f"Better, with 95% confidence: {listed([row['version'] for row in better])}.")
+        sentences.append(f"Better, with 95% confidence: {listed([row['version'] for row in better])}.")
     if unclear:
         names = listed([row["version"] for row in unclear])
-        found.append(f"{count:,} questions are too few to tell the loss of {names} from 0.")
-    return found + origin(record) + _divergences(first, others)
+        sentences.append(f"{count:,} questions are too few to tell the loss of {names} from 0.")
+    return sentences + origin(record) + _divergences(first, others)
 
 
 def origin(record: Record) -> list[str]:
@@ -119,11 +119,11 @@ def origin(record: Record) -> list[str]:
 
 
 def _divergences(first: Row, others: Sequence[Row]) -> list[str]:
-    found = []
+    sentences = []
     ranked = sorted((row for row in others if row["kl"] > 0), key=lambda row: row["kl"])
     if len(ranked) > 1:
         near, far = ranked[0], ranked[-1]
-        found.append(
+        sentences.append(
             f"By the KL divergence, the predictions of {near['version']} are the closest to the original's, and those "
             f"of {far['version']} are {times(far['kl'] / near['kl'])} times as far away."
         )
@@ -137,17 +137,17 @@ def _divergences(first: Row, others: Sequence[Row]) -> list[str]:
     ]
     if pairs:
         _, small, large = max(pairs, key=lambda each: each[0])
-        found.append(
+        sentences.append(
             f"Surprising: {small['version']} is smaller than {large['version']} ({size(small['bytes'])}, not "
             f"{size(large['bytes'])}), and yet closer to the original: how the bits are used matters too."
         )
     if lower := [row for row in others if row["perplexity"] < first["perplexity"] and row["kl"] > 1e-4]:
         names = listed([row["version"] for row in lower])
-        found.append(
+        sentences.append(
             f"Surprising: the perplexity of {names} is lower than the original's. That does not mean a better model: "
             "some tokens of the text became more likely and others less, and the KL divergence counts both as changes."
         )
-    return found
+    return sentences
 
 
 def sizes(record: Record) -> list[str]:
@@ -156,43 +156,43 @@ def sizes(record: Record) -> list[str]:
     first = next((row for row in measured if row["version"] == base(record)), None)
     if first is None:
         return []
-    found, facts = [], record["facts"]
+    sentences, facts = [], record["facts"]
     smallest = min(measured, key=lambda row: row["bytes"])
     if smallest["bytes"] < first["bytes"]:
         share = smallest["bytes"] / first["bytes"]
-        found.append(
+        sentences.append(
             f"The smallest file is that of {smallest['version']}: {size(smallest['bytes'])}, {share:.0%} of the "
             "unquantized one's."
         )
         quality = {row["version"]: row for row in rows(record, "quality")}.get(smallest["version"], {})
         if quality.get("bits") == 4 and quality.get("head") == "dense" and facts["stored_dtype"] == "bfloat16":
-            found.append(
+            sentences.append(
                 "A 4-bit weight is a quarter of a 16-bit one. The file is larger than a quarter, because groups of "
                 "weights also store scales, and the table of token embeddings stays in 16 bits."
             )
     if facts["dtype"] == "float32" and facts["stored_dtype"] in ("bfloat16", "float16"):
         ratio = first["memory_bytes"] / first["bytes"]
-        found.append(
+        sentences.append(
             f"In memory the unquantized model takes {times(ratio)} times its file, because it is computed in float32 "
             f"here, and stored in {facts['stored_dtype']}."
         )
     tokens = first["memory_bytes"] / first["kv_bytes_per_token"]
-    found.append(
+    sentences.append(
         f"Every token of every running request takes {first['kv_bytes_per_token']:,} bytes of cache: {tokens:,.0f} "
         f"tokens take as much memory as the weights of {first['version']}."
     )
-    return found
+    return sentences
 
 
 def drift(record: Record) -> float:
     """By which factor the first version's speed rose or fell during the report; at least 1."""
-    found = 1.0
+    largest = 1.0
     for workload in WORKLOADS:
         early, late = (offline(record, base(record), workload, part) for part in ("offline", AGAIN))
         if early and late:
             ratio = late["output_tokens_per_s"] / early["output_tokens_per_s"]
-            found = max(found, ratio, 1 / ratio)
-    return found
+            largest = max(largest, ratio, 1 / ratio)
+    return largest
 
 
 def clear_ratio(record: Record, version: str, workload: str) -> float | None:
@@ -212,7 +212,7 @@ def clear_ratio(record: Record, version: str, workload: str) -> float | None:
 
 def speeds(record: Record) -> list[str]:
     """About all requests at once, without a server."""
-    found, kinds = [], {"single": "For one request", "mixed": "For many requests at once"}
+    sentences, kinds = [], {"single": "For one request", "mixed": "For many requests at once"}
     versions = [name for name in record["compared"][1:] if rows(record, "offline", name)]
     unreal = simulated(record)
     ratios = {work: {name: clear_ratio(record, name, work) for name in versions} for work in WORKLOADS}
@@ -220,26 +220,26 @@ def speeds(record: Record) -> list[str]:
         known = {name: ratio for name, ratio in ratios[work].items() if ratio is not None and name not in unreal}
         ranked = sorted(known.items(), key=lambda each: -each[1])
         if quicker := [f"{name} is {ratio:.2f} times as fast" for name, ratio in ranked if ratio > 1]:
-            found.append(f"{words}, {listed(quicker)} as {base(record)}.")
+            sentences.append(f"{words}, {listed(quicker)} as {base(record)}.")
         if slower := [f"{name} ({ratio:.2f} times as fast)" for name, ratio in ranked if ratio < 1]:
-            found.append(f"{words}, these are slower than {base(record)}: {listed(slower)}.")
+            sentences.append(f"{words}, these are slower than {base(record)}: {listed(slower)}.")
         compared = [name for name in versions if name not in unreal and offline(record, name, work)]
         if compared and not known and drift(record) < UNSTEADY:
-            found.append(f"{words}, the runs show no difference in speed between the versions.")
-    found += _surprises(record, {name for name in versions if name not in unreal}, ratios["single"])
+            sentences.append(f"{words}, the runs show no difference in speed between the versions.")
+    sentences += _surprises(record, {name for name in versions if name not in unreal}, ratios["single"])
     one, many = (offline(record, base(record), work) for work in WORKLOADS)
     least = max(1 + CLEAR, drift(record))
     if one and many and (gain := many["output_tokens_per_s"] / one["output_tokens_per_s"]) > least:
-        found.append(
+        sentences.append(
             f"{many['requests']:,} requests at once generate {times(gain)} times as many tokens per second as one: a "
             "step reads the weights once for all of them."
         )
     if unreal and versions:
-        found.append(
+        sentences.append(
             f"{listed(sorted(unreal))}: the format is simulated here, so the speed says nothing about hardware that "
             "computes in it."
         )
-    return found + cautions(record)
+    return sentences + cautions(record)
 
 
 def _surprises(record: Record, versions: set[str], ratios: Mapping[str, float | None]) -> list[str]:
@@ -266,28 +266,28 @@ def others_busy(record: Record) -> float:
 
 def cautions(record: Record) -> list[str]:
     """Return what makes the report's speeds doubtful."""
-    found = []
+    sentences = []
     if (factor := drift(record)) > 1 + CLEAR:
         omitted = "Smaller differences between versions are not stated."
         if factor >= UNSTEADY:
             omitted = "That is too much to compare the versions' speeds."
-        found.append(
+        sentences.append(
             f"Caution: the machine's own speed changed by a factor of {factor:.2f} between the beginning and the end "
             f"of the report. {omitted}"
         )
     if cores := others_busy(record):
-        found.append(
+        sentences.append(
             f"Caution: other programs kept {cores:.1f} of {record['machine']['cores']} processors busy during the "
             "measurement. Repeat the report on a quiet machine before you rely on its speeds."
         )
-    return found
+    return sentences
 
 
 def serving(record: Record) -> list[str]:
     """About the four query patterns."""
     every = {row["workload"].split("_")[0]: row for row in rows(record, "serving", served(record))}
     measured = {name: row for name, row in every.items() if row["output_tokens_per_s"]}  # some round to 0
-    found = []
+    sentences = []
     if len(measured) > 1:
         fast = max(measured, key=lambda name: measured[name]["output_tokens_per_s"])
         slow = min(measured, key=lambda name: measured[name]["output_tokens_per_s"])
@@ -300,11 +300,11 @@ def serving(record: Record) -> list[str]:
             shares = {name: row["input_tokens"] / row["output_tokens"] for name, row in measured.items()}
             if shares[slow] > shares[fast]:
                 sentence += " Only generated tokens are counted, and reading prompts takes time too."
-            found.append(sentence)
+            sentences.append(sentence)
     if "chat" in measured and "liso" in measured:
         short, long = (measured[name]["ttft_s"]["p50"] for name in ("chat", "liso"))
         if short and long and long / short > 1.2:
-            found.append(
+            sentences.append(
                 f"A long prompt makes users wait {times(long / short)} times as long for the first token: "
                 f"{1e3 * long:,.0f} instead of {1e3 * short:,.0f} ms."
             )
@@ -312,12 +312,12 @@ def serving(record: Record) -> list[str]:
     if uneven and max(uneven.values()) > 2:
         name = max(uneven, key=lambda each: uneven[each])
         why = "" if others_busy(record) else " The likely reason: another request's prompt was read in that step."
-        found.append(
+        sentences.append(
             f"With {PATTERNS[name]}, one gap between tokens in a hundred is at least {times(uneven[name])} times as "
             f"long as the median gap.{why}"
         )
     busy = max((generator_share(row) for row in measured.values()), default=0.0)
-    return found + ([GENERATOR.format(busy)] if busy > GENERATOR_BUSY else [])
+    return sentences + ([GENERATOR.format(busy)] if busy > GENERATOR_BUSY else [])
 
 
 def served(record: Record) -> str | None:
@@ -327,11 +327,11 @@ def served(record: Record) -> str | None:
 
 def costs(record: Record) -> list[str]:
     """About dollars for a million tokens; nothing without a price."""
-    found = []
+    sentences = []
     one, many = (offline(record, base(record), work) for work in WORKLOADS)
     least = max(1 + CLEAR, drift(record))
     if one and many and (cheap := _dollars(many)) and (dear := _dollars(one)) and dear / cheap > least:
-        found.append(
+        sentences.append(
             f"A token costs {times(dear / cheap)} times as much if requests come one at a time as if "
             f"{many['requests']:,} come at once: the price of an hour is divided by the tokens of that hour."
         )
@@ -340,11 +340,11 @@ def costs(record: Record) -> list[str]:
     if len(known) > 1:
         cheap, dear = (choose(known, key=lambda name: known[name]) for choose in (min, max))
         if known[dear] / known[cheap] > 1 + CLEAR:
-            found.append(
+            sentences.append(
                 f"Generated tokens are cheapest with {PATTERNS[cheap]} (${known[cheap]:.4g} a million) and most "
                 f"expensive with {PATTERNS[dear]} (${known[dear]:.4g})."
             )
-    return found
+    return sentences
 
 
 def _dollars(row: Row) -> float | None:

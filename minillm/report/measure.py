@@ -76,7 +76,7 @@ class Measurements:
 
 
 def versions_of(
-    llm: LLM, place: Path, settings: ReportSettings, options: Mapping[str, Any], usual: bool = False
+    llm: LLM, source: Path, settings: ReportSettings, options: Mapping[str, Any], usual: bool = False
 ) -> tuple[list[Version], dict[str, str]]:
     """The unquantized version first, in the dtype that the engine computes in, then bf16, then those of the settings.
 
@@ -88,27 +88,27 @@ def versions_of(
     name = SHORT.get(dtype, dtype)
     if options.get("kv_cache_dtype", "auto") != "auto":
         name = f"{name}, {cache} cache"  # its accuracy is not that of the reference, which has a cache in float32
-    found = [Version(name, place, options)]
+    versions = [Version(name, source, options)]
     if dtype != "bfloat16":
-        found.append(Version(BF16, place, {**options, "dtype": "bfloat16"}))
+        versions.append(Version(BF16, source, {**options, "dtype": "bfloat16"}))
     left_out: dict[str, str] = {}
     if settings.versions is None or usual:
         chosen, left_out = default_methods(llm.engine.model, settings.versions or DEFAULT)
     else:
-        chosen = {name: candidate(name) for name in settings.versions if name not in (BF16, found[0].name)}
+        chosen = {name: candidate(name) for name in settings.versions if name not in (BF16, versions[0].name)}
     for name, each in chosen.items():
         if isinstance(each, Path):
             check(llm, each)
-        found.append(Version(name, each, options))
-    names = [each.name for each in found]
+        versions.append(Version(name, each, options))
+    names = [each.name for each in versions]
     if unknown := [name for name in settings.served or () if name not in names]:
         raise ConfigError(f"--serve {unknown[0]} is not measured: it must be one of {', '.join(names)}")
-    return found, left_out
+    return versions, left_out
 
 
-def facts(llm: LLM, place: Path) -> dict[str, Any]:
+def facts(llm: LLM, source: Path) -> dict[str, Any]:
     """Return what the model is, as fields of a record."""
-    model, config = llm.engine.model, read_config(place)
+    model, config = llm.engine.model, read_config(source)
     return {
         "parameters": model.num_parameters,
         "layers": config.num_layers,
@@ -126,30 +126,30 @@ def prompt_speed(llm: LLM) -> float:
     params, seconds = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), []
     for first in range(2):  # the first run also sets everything up; other tokens, so that none are cached
         begin = time.perf_counter()
-        llm.generate([(first + place) % llm.model_config.vocab_size for place in range(count)], params)
+        llm.generate([(first + index) % llm.model_config.vocab_size for index in range(count)], params)
         seconds.append(time.perf_counter() - begin)
     return count / min(seconds)
 
 
 def measure(
-    place: Path,
+    source: Path,
     versions: list[Version],
     settings: ReportSettings,
     options: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
 ) -> Measurements:
-    """All parts of all versions. place: the unquantized model's directory. say: called before each version.
+    """All parts of all versions. source: the unquantized model's directory. say: called before each version.
 
     Raises ConfigError for a task that does not exist.
     """
-    found, comparison = Measurements(), None
+    taken, comparison = Measurements(), None
     try:
         questions = held_out(settings.task)
     except Unreachable as error:
-        found.failed("quality", REFERENCE, str(error))
+        taken.failed("quality", REFERENCE, str(error))
     else:
         say(f"{REFERENCE}: the reference for accuracy")
-        comparison = _reference(found, place, questions, settings, options)
+        comparison = _reference(taken, source, questions, settings, options)
     served = settings.served or (versions[0].name,)
     device = resolve_device(str(options.get("device", "auto")))
     with other_load() as others:
@@ -157,55 +157,55 @@ def measure(
             say(version.name)
             with ExitStack() as kept:
                 directory = None
-                with found.part("quantize", version.name):
-                    directory = kept.enter_context(stored(version.chosen, place, 0, device))
+                with taken.part("quantize", version.name):
+                    directory = kept.enter_context(stored(version.chosen, source, 0, device))
                 if directory is None:
                     continue
-                _size_and_quality(found, version, directory, comparison)
-                with found.part("offline", version.name):
-                    _offline(found, "offline", version, directory, settings)
+                _size_and_quality(taken, version, directory, comparison)
+                with taken.part("offline", version.name):
+                    _offline(taken, "offline", version, directory, settings)
                 if version.name in served:
                     say(f"{version.name}: serving")
-                    with found.part("serving", version.name):
-                        _serving(found, version, directory, settings)
+                    with taken.part("serving", version.name):
+                        _serving(taken, version, directory, settings)
         say(f"{versions[0].name} again, to see whether the machine's speed changed")
-        with found.part(AGAIN, versions[0].name):
-            _offline(found, AGAIN, versions[0], place, settings)
-    found.other_cores = None if others.cores is None else round(others.cores, 2)
-    return found
+        with taken.part(AGAIN, versions[0].name):
+            _offline(taken, AGAIN, versions[0], source, settings)
+    taken.other_cores = None if others.cores is None else round(others.cores, 2)
+    return taken
 
 
 def _reference(
-    found: Measurements, place: Path, questions: Task, settings: ReportSettings, options: Mapping[str, Any]
+    taken: Measurements, source: Path, questions: Task, settings: ReportSettings, options: Mapping[str, Any]
 ) -> Comparison | None:
     """The model in float32 with its answers; None if they could not be had."""
-    with found.part("quality", REFERENCE), LLM(place, **in_float32(options)) as llm:
-        comparison = Comparison(llm, place, questions, settings.limit, settings.tokens)
-        found.add("quality", REFERENCE, comparison.row)
+    with taken.part("quality", REFERENCE), LLM(source, **in_float32(options)) as llm:
+        comparison = Comparison(llm, source, questions, settings.limit, settings.tokens)
+        taken.add("quality", REFERENCE, comparison.row)
         return comparison
     return None
 
 
-def _size_and_quality(found: Measurements, version: Version, directory: Path, comparison: Comparison | None) -> None:
-    with found.part("size", version.name), LLM(directory, **version.options) as llm:
+def _size_and_quality(taken: Measurements, version: Version, directory: Path, comparison: Comparison | None) -> None:
+    with taken.part("size", version.name), LLM(directory, **version.options) as llm:
         model = llm.engine.model
         spec = model.cache_spec.name
         row = {"bytes": stored_bytes(directory), "memory_bytes": model.nbytes}
         row["kv_bytes_per_token"] = kv_bytes_per_token(llm.model_config, spec)
         row["simulated"] = bool(simulated(model))
-        found.add("size", version.name, row)
+        taken.add("size", version.name, row)
         if comparison is not None and version.name != REFERENCE:
-            with found.part("quality", version.name):
-                found.add("quality", version.name, comparison.measure(version.name, llm, directory))
+            with taken.part("quality", version.name):
+                taken.add("quality", version.name, comparison.measure(version.name, llm, directory))
 
 
-def _offline(found: Measurements, part: str, version: Version, directory: Path, settings: ReportSettings) -> None:
+def _offline(taken: Measurements, part: str, version: Version, directory: Path, settings: ReportSettings) -> None:
     work = {"workload": WORKLOADS, "scale": settings.scale, "requests": settings.requests, "repeat": settings.repeat}
     for row in offline.run(directory, **{**version.options, **work}, quiet=True)["results"]:
-        found.add(part, version.name, _priced(row, settings) | {"model": version.name})
+        taken.add(part, version.name, _priced(row, settings) | {"model": version.name})
 
 
-def _serving(found: Measurements, version: Version, directory: Path, settings: ReportSettings) -> None:
+def _serving(taken: Measurements, version: Version, directory: Path, settings: ReportSettings) -> None:
     """The four query patterns against a server, whose engine runs in this process as `minillm serve` does in one."""
     with LLM(directory, **version.options) as llm:
         llm.warm_up()
@@ -220,7 +220,7 @@ def _serving(found: Measurements, version: Version, directory: Path, settings: R
                 quiet=True,
             )["results"]
     for row in comparable(results):
-        found.add("serving", version.name, _priced(row, settings) | {"url": "this machine"})
+        taken.add("serving", version.name, _priced(row, settings) | {"url": "this machine"})
 
 
 def comparable(served: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

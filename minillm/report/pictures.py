@@ -63,9 +63,9 @@ def losses(record: Record) -> list[Picture]:
 
 
 def _intervals(others: list[Mapping[str, Any]], ax: "Axes") -> None:
-    for place, row in enumerate(others):
-        ax.plot(row["loss_interval"], [place, place], color=plots.OURS, linewidth=2)
-        ax.plot([row["loss_points"]], [place], "o", color=plots.OURS, markersize=5)
+    for index, row in enumerate(others):
+        ax.plot(row["loss_interval"], [index, index], color=plots.OURS, linewidth=2)
+        ax.plot([row["loss_points"]], [index], "o", color=plots.OURS, markersize=5)
     ax.axvline(0, color="black", linewidth=0.6)
     ax.set_yticks(range(len(others)), [row["version"] for row in others])
     ax.invert_yaxis()
@@ -88,10 +88,10 @@ def speeds(record: Record) -> list[Picture]:
 def _bars(rows: list[Mapping[str, Any]], title: str, ax: "Axes") -> None:
     names = [row["version"] for row in rows]
     ax.barh(names, [row["output_tokens_per_s"] for row in rows], color=plots.OURS, height=0.7)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         runs = [row["output_tokens"] / each for each in row["runs"]]
-        ax.plot(runs, [place] * len(runs), ".k", markersize=4)
-        text, at = f"{row['output_tokens_per_s']:,.0f}", (max(runs), place)
+        ax.plot(runs, [index] * len(runs), ".k", markersize=4)
+        text, at = f"{row['output_tokens_per_s']:,.0f}", (max(runs), index)
         ax.annotate(text, at, xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
     ax.invert_yaxis()
     ax.margins(x=0.15)

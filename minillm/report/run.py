@@ -56,14 +56,14 @@ def run(
     file = Path(out)
     if file.suffix not in (".html", ".htm"):
         raise ConfigError(f"--out {out} must end in .html: the record is written next to it, as .json")
-    place, target = unquantized(model), file.with_suffix(".json")
+    source, target = unquantized(model), file.with_suffix(".json")
     records.check_writable(file)
     begun = records.begin(target)
-    with LLM(place, **options) as llm:
-        facts = measure.facts(llm, place)
+    with LLM(source, **options) as llm:
+        facts = measure.facts(llm, source)
         gpu = facts["device"] != "cpu"
         settings = settle(
-            place,
+            source,
             facts["context"],
             gpu=gpu,
             quick=quick,
@@ -76,22 +76,22 @@ def run(
             served=served,
             price=price,
         )
-        chosen, left_out = measure.versions_of(llm, place, settings, options, usual=not versions)
+        chosen, left_out = measure.versions_of(llm, source, settings, options, usual=not versions)
     for name, why in left_out.items():
         say(f"{name} is left out: {why}")
-    found = measure.measure(place, chosen, settings, options, say)
-    content = records.record(found.rows, begun)
+    measured = measure.measure(source, chosen, settings, options, say)
+    content = records.record(measured.rows, begun)
     content |= {
-        "model": model_name(place.resolve()),
-        "remark": rounded_before.remark if (rounded_before := origin(place)) else "",
-        "embedded": place == EMBEDDED,
+        "model": model_name(source.resolve()),
+        "remark": rounded_before.remark if (rounded_before := origin(source)) else "",
+        "embedded": source == EMBEDDED,
         "compared": [version.name for version in chosen],
         "left_out": left_out,
         "facts": facts,
         "settings": asdict(settings),
         "threads": torch.get_num_threads(),
-        "other_programs_cores": found.other_cores,
-        "failures": found.failures,
+        "other_programs_cores": measured.other_cores,
+        "failures": measured.failures,
         "record": target.name,
     }
     records.write(content, target)

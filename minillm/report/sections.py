@@ -51,13 +51,13 @@ def sections(record: Record) -> list[Section]:
 
 def summary(record: Record, every: Iterable[Section]) -> list[str]:
     """The first sentences of each section, what makes speeds doubtful, and how much could not be measured."""
-    found = [sentence for section in every for sentence in section.says[: LED_BY.get(section.key, 1)]]
-    found += findings.origin(record) + findings.cautions(record)
+    says = [sentence for section in every for sentence in section.says[: LED_BY.get(section.key, 1)]]
+    says += findings.origin(record) + findings.cautions(record)
     failed = len(record["failures"])
     if failed:
         parts = "one part" if failed == 1 else f"{failed} parts"
-        found.append(f"Not everything could be measured: {parts} of this report failed, and the sections say which.")
-    return found
+        says.append(f"Not everything could be measured: {parts} of this report failed, and the sections say which.")
+    return says
 
 
 def _model(record: Record) -> Section:
@@ -142,15 +142,15 @@ def _speed(record: Record) -> Section:
     )
 
     def cells(name: str) -> list[str]:
-        found = []
+        texts = []
         for workload in ("single", "mixed"):
             row, ratio = findings.offline(record, name, workload), findings.clear_ratio(record, name, workload)
             if row is None:
                 return []
-            found += [f"{row['output_tokens_per_s']:,.1f}"]
+            texts += [f"{row['output_tokens_per_s']:,.1f}"]
             shown = f"{ratio:.2f}" if ratio else "1.00" if name == findings.base(record) else "not clear"
-            found += ["simulated" if name in findings.simulated(record) else shown]
-        return found
+            texts += ["simulated" if name in findings.simulated(record) else shown]
+        return texts
 
     many = next((row["requests"] for row in rows(record, "offline") if row["workload"].startswith("mixed")), "many")
     times = f"times {findings.base(record)}"
@@ -170,13 +170,13 @@ def _serving(record: Record) -> Section:
     )
     head = ("pattern", "tokens in", "out", "first token, median ms", "99th", "gap, median ms", "99th")
     rates = ("whole answer, median s", "output tokens/s", "all tokens/s")
-    found = []
+    tables = []
     for name in dict.fromkeys(row["version"] for row in rows(record, "serving")):
         own = rows(record, "serving", name)
-        found.append(Table((f"{head[0]}: {name}", *head[1:], *rates), [_pattern(row) for row in own]))
+        tables.append(Table((f"{head[0]}: {name}", *head[1:], *rates), [_pattern(row) for row in own]))
     drawn = pictures.serving(record)
     return _section(
-        record, "serving", "Serving", about, findings.serving(record), found, drawn, parts=("serving", "quantize")
+        record, "serving", "Serving", about, findings.serving(record), tables, drawn, parts=("serving", "quantize")
     )
 
 
@@ -257,7 +257,7 @@ def _lines(
     record: Record, names: Iterable[str], parts: Sequence[str], cells: Callable[[str], list[str]]
 ) -> list[list[str]]:
     """A row for each version: its cells, or why there are none."""
-    found = []
+    lines = []
     for name in names:
         own = cells(name)
         if not own:
@@ -265,10 +265,10 @@ def _lines(
             why = [each["error"] for each in why if each["part"] in ("quantize", *parts)]
             missing = "there is nothing to compare with" if "quality" in parts else "no figures"
             own = [f"not measured: {why[0] if why else missing}"]
-        found.append([name, *own])
-    return found
+        lines.append([name, *own])
+    return lines
 
 
 def _first(record: Record, part: str, name: str, line: Callable[[Mapping[str, Any]], list[str]]) -> list[str]:
-    found = rows(record, part, name)
-    return line(found[0]) if found else []
+    own = rows(record, part, name)
+    return line(own[0]) if own else []

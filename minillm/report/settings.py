@@ -1,4 +1,4 @@
-"""What a report measures, and how much of it."""
+"""Choose what a report measures, and how much of it."""
 
 import importlib.util
 import math
@@ -30,7 +30,7 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """How much is measured.
+    """The extent of the measurements.
 
     versions  names as `minillm eval --compare` takes; None: all methods that fit the model
     task      whose questions are asked, as `minillm eval --tasks` takes
@@ -60,7 +60,7 @@ class ReportSettings:
 
 
 def settle(
-    place: Path,
+    source: Path,
     context: int,
     *,
     gpu: bool,
@@ -93,7 +93,7 @@ def settle(
     if requests is not None and requests < 1:
         raise ConfigError(f"--requests must be a whole number from 1, not {shown(requests)}")
     if task is None:
-        task = "mmlu" if place != EMBEDDED and tasks.mmlu_is_here() else "isles"
+        task = "mmlu" if source != EMBEDDED and tasks.mmlu_is_here() else "isles"
     if not versions and quick:
         versions = ("int8", "int4", "fp8" if gpu else "w8a8")
     share = 1.0 if speed is None or not quick else min(1.0, speed / QUICK_SPEED)

@@ -42,14 +42,17 @@ class ToSample(NamedTuple):
         logits, temperature, uniform, scored = map(change, (self.logits, self.temperature, self.uniform, self.scored))
         return type(self)(logits, temperature, uniform, truncation, scored)
 
-    def sample(self, rows: Tensor, operations: OperationSet, state: RowState, out: Tensor) -> Tensor:
-        """Sample the next token of each of `rows` [n], and write it to `out` and to the state. Returns the tokens."""
+    def sample(self, rows: Tensor, positions: Tensor, operations: OperationSet, state: RowState, out: Tensor) -> Tensor:
+        """Sample a token after each of those that `rows` [n] have at `positions` [n], and move these on by one.
+
+        It is written to `out` and to the state. Returns the tokens.
+        """
         from minillm.kernels import decode_step  # lesson 11 reads this file where there is no Triton
 
         sampled, scores = operations.scored_sample(*self)
-        found = None if scores is None else decode_step.Scores(self.scored, *scores)
+        arriving = None if scores is None else decode_step.Scores(self.scored, *scores)
         arrived = state.arrived_ids, state.arrived_scores
-        decode_step.advance(rows, sampled, state.position, state.tokens, out, state.arrived, found, arrived)
+        decode_step.advance(rows, sampled, positions, state.tokens, out, state.arrived, arriving, arrived)
         return sampled
 
 
@@ -68,15 +71,17 @@ class Replayed:
 
     sampled: Tensor  # [rows that sample] int64
     logits: Tensor  # [rows of the graph, vocab]
-    places: np.ndarray  # [rows that sample]: their places in `logits`
+    indices: np.ndarray  # [rows that sample]: their indices in `logits`
     scored: bool  # whether log-probabilities were written to the state
 
 
 class DecodeShape(NamedTuple):
     """The capacity of a captured decode step."""
 
-    rows: int
+    rows: int  # with drafts, tokens: each counts as a row
     width: int  # blocks of a table
+    adapted: bool = False  # whether it adds what adapters change: steps without them replay graphs without that
+    lookup: bool = False  # whether the device finds the step's drafts
 
 
 class MixedShape(NamedTuple):
@@ -86,6 +91,7 @@ class MixedShape(NamedTuple):
     decodes: int
     prompts: int
     width: int  # blocks of a table
+    adapted: bool = False  # as in `DecodeShape`
 
     @property
     def rows(self) -> int:
@@ -176,10 +182,11 @@ def capture(step: Callable[[], ToSample], out: Tensor, other: torch.cuda.CUDAGra
 
     step: writes its tokens to `out` and returns `to_sample`.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=None if other is None else other.pool()):
-        found = step().each(Tensor.contiguous)
-    return Graph(graph, out, found.each(borrowed))
+    graph, pool = torch.cuda.CUDAGraph(), None if other is None else other.pool()
+    # By default, calls that cannot be captured fail in all threads. Some others load adapters, or answer for a rank.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        to_sample = step().each(Tensor.contiguous)
+    return Graph(graph, out, to_sample.each(borrowed))
 
 
 def borrowed(tensor: Tensor) -> Tensor:

@@ -3,6 +3,11 @@
 Launching every kernel of a small step from Python takes longer than running the kernels. Therefore the step is captured
 once per batch size and block table width, and replayed. It reads its inputs from the row state on the device: while the
 same rows keep decoding, the host sends only changes to their block tables.
+
+A step with drafts (lesson 13) is replayed by the same graphs, as if each of its tokens were a row of its own, with its
+row's block table: a row's newest token and seven drafts take the time of eight rows. So no step is padded to the row
+with the most drafts, and there are no further graphs to capture. Attention reads the row's keys once for each of its
+tokens, from the GPU's L2 cache: next to reading the weights that is little, until rows have many thousands of tokens.
 """
 
 from collections.abc import Iterable
@@ -26,7 +31,7 @@ NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 class DecodeGraphs(Graphs[DecodeShape]):
-    """Captured decode steps.
+    """Captured decode steps of up to `most_tokens` tokens: one of each row, and its drafts.
 
     single_row=False disables the fused step for one request; sampling=False launches sampling after the graph. Both
     only make steps slower, for comparison.
@@ -38,16 +43,16 @@ class DecodeGraphs(Graphs[DecodeShape]):
         state: RowState,
         caches: list[LayerCache],
         captured: CapturedSteps,
-        most_rows: int,
+        most_tokens: int,
         *,
         single_row: bool = True,
         sampling: bool = True,
     ):
         self.model, self.state, self.caches, self.captured = model, state, caches, captured
         self.sampling = sampling
-        self.rows = torch.full((most_rows + 1,), state.padding, dtype=torch.int64, device=state.device)
-        self.query_start = torch.arange(most_rows + 2, dtype=torch.int32, device=state.device)
-        self.sizes = batch_sizes(most_rows)
+        self._inputs = torch.full((3 * most_tokens,), state.padding, dtype=torch.int64, device=state.device)
+        self.query_start = torch.arange(most_tokens + 2, dtype=torch.int32, device=state.device)
+        self.sizes = batch_sizes(most_tokens)
         self.single_row = SingleRow(model) if single_row and SingleRow.fits(model) else None
         self._sent = NOTHING
 
@@ -55,10 +60,17 @@ class DecodeGraphs(Graphs[DecodeShape]):
         """The padded width, in blocks, of a block table whose longest row has `blocks`."""
         return min(max(1 << (blocks - 1).bit_length(), 16), self.state.block_table.shape[2])
 
+    def inputs(self, size: int) -> Tensor:
+        """Return the inputs of a graph of this size, one after the other so that one copy brings them: [3, size] int64.
+
+        The rows of its tokens, their positions, and the tokens where the host knows them, as it does drafts; else -1.
+        """
+        return self._inputs[: 3 * size].view(3, size)
+
     @property
     def count(self) -> int:
         widths = {self.width(blocks) for blocks in range(1, self.state.block_table.shape[2] + 1)}
-        return len(self.sizes) * len(widths)
+        return len(self.sizes) * len(widths) * (1 if self.state.adapters is None else 2)
 
     @torch.inference_mode()
     def capture_sizes(self, shapes: Iterable[DecodeShape]) -> None:
@@ -70,42 +82,56 @@ class DecodeGraphs(Graphs[DecodeShape]):
             self.sizes = sorted({shape.rows for shape in shapes} | {self.sizes[-1]})
 
     def fits(self, step: Step) -> DecodeShape | None:
-        if not step.decodes_only:
+        if not (step.decodes_only if step.drafts is None else self._takes(step)):
             return None
-        size = next(size for size in self.sizes if size >= len(step.rows))
-        return DecodeShape(size, self.width(-(-int(step.starts.max() + 1) // self.state.block_size)))
+        count = int(step.queries.sum())
+        size = next((size for size in self.sizes if size >= count), None)
+        if size is None:
+            return None
+        return DecodeShape(size, self.width(-(-int(step.ends.max()) // self.state.block_size)), self.is_adapted(step))
+
+    def is_adapted(self, step: Step) -> bool:
+        """Return whether any row of a step has an adapter."""
+        return self.state.adapters is not None and self.state.adapters.used_by(step.rows)
+
+    def _takes(self, step: Step) -> bool:
+        """Return whether each row of a step with drafts runs its newest token and drafts, and its ring holds them."""
+        most = self.state.arrived.shape[1]
+        return bool((step.samples & (step.queries == step.drafted + 1) & (step.queries <= most)).all())
 
     def replay(self, step: Step, shape: DecodeShape) -> Replayed:
-        state, count, size = self.state, len(step.rows), shape.rows
+        rows, positions = step.token_rows, step.for_each_token(step.ends) - 1
+        state, count, size = self.state, len(rows), shape.rows
         graph = self.capture(shape)
-        rows, positions = self._sent
-        if not (np.array_equal(rows, step.rows) and np.array_equal(positions, step.starts)):
-            padded = np.full(size, state.padding, np.int64)
-            padded[:count] = step.rows
-            sent_rows, sent_positions = state.send(padded, step.starts)
-            self.rows[:size] = sent_rows
-            state.position[sent_rows[:count]] = sent_positions.int()
+        if not all(map(np.array_equal, self._sent, (rows, positions))):
+            sent = np.full((3, size), -1, np.int64)
+            sent[0], sent[0, :count], sent[1, :count] = state.padding, rows, positions
+            if step.drafts is not None:
+                drafts = np.repeat(step.ends - step.drafted, step.queries) <= positions
+                sent[2, :count][drafts] = step.drafts[step.drafts >= 0]
+            self.inputs(size).copy_(torch.from_numpy(sent).pin_memory(), non_blocking=True)
         graph.graph.replay()
         if not self.sampling:
-            self._sample(self.rows[:size], graph.to_sample, graph.out)
-        self._sent = (step.rows, step.starts + 1)
+            self._sample(self.inputs(size), graph.to_sample, graph.out)
+        # The graph has moved the positions on, but the host's tokens stay.
+        self._sent = (rows, positions + 1) if step.drafts is None else NOTHING
+        if step.drafts is not None and state.sampling.general[step.rows].any():
+            # `Runner` samples these rows again; penalties read the drafts, which the graph has overwritten.
+            state.store_drafts(step)
         return Replayed(graph.out[:count], graph.to_sample[0], np.arange(count), self.model.ops.scores)
-
-    def forget_positions(self) -> None:
-        """Make the next step send its rows' positions again, because another kind of step has changed them."""
-        self._sent = NOTHING
 
     @property
     def largest(self) -> DecodeShape:
-        return DecodeShape(self.sizes[-1], self.width(self.state.block_table.shape[2]))
+        return DecodeShape(self.sizes[-1], self.width(self.state.block_table.shape[2]), self.state.adapters is not None)
 
     def rehearse(self, shape: DecodeShape) -> None:
-        padding = torch.full((shape.rows,), self.state.padding, dtype=torch.int64, device=self.state.device)
-        self._sample(padding, self._logits(padding, shape.width), torch.empty_like(padding))
+        inputs = torch.full((3, shape.rows), -1, dtype=torch.int64, device=self.state.device)
+        inputs[0] = self.state.padding
+        self._sample(inputs, self._logits(inputs, shape), torch.empty_like(inputs[0]))
 
     def capture(self, shape: DecodeShape) -> Graph:
         """The graph of this shape, captured now if necessary."""
-        (size, width), have = shape, self.captured.decodes
+        size, have = shape.rows, self.captured.decodes
         if shape in have:
             return have[shape]
         # All other graphs fit into the largest one's memory, in any order. That does not hold for a replaced operation:
@@ -116,34 +142,38 @@ class DecodeGraphs(Graphs[DecodeShape]):
         out = torch.empty(size, dtype=torch.int64, device=self.state.device)
 
         def step() -> ToSample:
-            to_sample = self._logits(self.rows[:size], width)
+            inputs = self.inputs(size)
+            to_sample = self._logits(inputs, shape)
             if self.sampling:
-                self._sample(self.rows[:size], to_sample, out)
+                self._sample(inputs, to_sample, out)
             return to_sample
 
         have[shape] = graph = self.captured.record(step, out)
         return graph
 
-    def _logits(self, rows: Tensor, width: int) -> ToSample:
-        """The rows' logits, and what to sample them with."""
-        state, model, count = self.state, self.model, len(rows)
-        found = decode_step.prepare(
-            rows, state.position, state.tokens, state.block_table, state.seed, state.parameters,
-            block_size=state.block_size, width=width,
+    def _logits(self, inputs: Tensor, shape: DecodeShape) -> ToSample:
+        """The logits of each token, and what to sample them with. inputs: as `inputs` returns them."""
+        state, model, (rows, positions, host_tokens) = self.state, self.model, inputs.unbind()
+        count = len(rows)
+        prepared = decode_step.prepare(
+            rows, positions, state.tokens, state.block_table, state.seed, state.parameters,
+            block_size=state.block_size, width=shape.width, host_tokens=host_tokens,
         )  # fmt: skip
         batch = Batch(
-            token_ids=found["ids"],
-            positions=found["positions"],
-            slots=found["slots"],
-            decode=Rows.of_groups(found["table"], found["lengths"], self.query_start[: count + 1], 1),
+            token_ids=prepared["ids"],
+            positions=prepared["positions"],
+            slots=prepared["slots"],
+            decode=Rows.of_groups(prepared["table"], prepared["lengths"], self.query_start[: count + 1], 1),
             prefill=(),
             logits_index=None,
+            adapted=state.adapters.of_tokens(rows) if shape.adapted and state.adapters is not None else None,
         )
-        if count == 1 and self.single_row is not None and model.ops.engines_own:
+        if count == 1 and self.single_row is not None and model.ops.engines_own and not shape.adapted:
             logits = self.single_row.logits(batch, self.caches)
         else:
             logits = model.logits(model.forward(batch, self.caches))
-        return ToSample.of(logits, found)
+        return ToSample.of(logits, prepared)
 
-    def _sample(self, rows: Tensor, to_sample: ToSample, out: Tensor) -> None:
-        to_sample.sample(rows, self.model.ops, self.state, out)
+    def _sample(self, inputs: Tensor, to_sample: ToSample, out: Tensor) -> None:
+        rows, positions, _ = inputs.unbind()
+        to_sample.sample(rows, positions, self.model.ops, self.state, out)

@@ -40,7 +40,7 @@ IN_FLIGHT = 16  # steps launched before the first one is read
 class DraftModel:
     """A proposer that runs a model: one step for all rows and one more for each further draft.
 
-    place: the draft model, as `resolve` returns it. target: the engine's model. config: the engine's options.
+    source: the draft model, as `resolve` returns it. target: the engine's model. config: the engine's options.
     head: tokens to which the draft's head is cut, as `head_tokens` reads them. Raises ConfigError.
     """
 
@@ -48,16 +48,16 @@ class DraftModel:
 
     def __init__(
         self,
-        place: Path | str,
+        source: Path | str,
         target: ModelConfig,
         config: DeviceConfig,
         max_model_len: int,
         head: Sequence[int] | None = None,
     ):
-        described = read_config(place)
+        described = read_config(source)
         if described.vocab_size != target.vocab_size:
             raise ConfigError(
-                f"speculate={str(place)!r} has a vocabulary of {described.vocab_size:,} tokens and the model one of "
+                f"speculate={str(source)!r} has a vocabulary of {described.vocab_size:,} tokens and the model one of "
                 f"{target.vocab_size:,}: a draft model needs the tokenizer of the model that it drafts for"
             )
         self.longest = min(max_model_len, described.max_model_len)
@@ -70,19 +70,24 @@ class DraftModel:
             quantized_head=None,
             kv_cache_dtype="auto",
             tensor_parallel_size=1,
+            decode_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            exact=False,  # drafts may be anything
             max_model_len=self.longest,
             num_blocks=_blocks(described, config, self.longest),
+            adapters=(),
+            max_loras=None,
             plan=None,
             trace=None,
         )
-        self.executor = LocalExecutor(place, alone, head=head)
+        self.executor = LocalExecutor(source, alone, head=head)
         facts = self.executor.facts
         self.most_tokens = config.max_num_batched_tokens
         self.pool = BlockPool(facts.num_blocks)
         self.tables = BlockTables(rows, self.longest, size, facts.windows, self.most_tokens)
         self.tokens = np.zeros((rows, self.longest + 1), np.int32)  # as the device has them
         self.known = np.zeros(rows, np.int32)  # how many of them
-        self.asked = np.zeros(rows, np.int32)  # how many of those were given, the others being drafts
+        self.asked = np.zeros(rows, np.int32)  # how many of those are the request's own, the others being drafts
         self.computed = np.zeros(rows, np.int32)  # tokens whose keys and values are in the cache
         self.rows: OrderedDict[str, int] = OrderedDict()  # of each request, the one asked for last at the end
         self._free = list(range(rows))
@@ -110,15 +115,15 @@ class DraftModel:
 
     def _propose(self, asked: Sequence[Asked]) -> list[list[int]]:
         proposals: list[list[int]] = [[] for _ in asked]
-        places = [i for i, each in enumerate(asked) if len(each.tokens) < self.longest]
-        if not places:
+        indices = [i for i, each in enumerate(asked) if len(each.tokens) < self.longest]
+        if not indices:
             return proposals
-        self._take_rows([asked[i] for i in places])
-        rows = np.array([self.rows[asked[i].request_id] for i in places], np.int32)
-        counts = np.array([len(asked[i].tokens) for i in places], np.int32)
-        most = np.minimum([asked[i].most for i in places], self.longest - counts)
-        self._update([asked[i].tokens for i in places], rows, counts)
-        kept = self._give_blocks([asked[i].request_id for i in places], rows, counts + most - 1)
+        self._take_rows([asked[i] for i in indices])
+        rows = np.array([self.rows[asked[i].request_id] for i in indices], np.int32)
+        counts = np.array([len(asked[i].tokens) for i in indices], np.int32)
+        most = np.minimum([asked[i].most for i in indices], self.longest - counts)
+        self._update([asked[i].tokens for i in indices], rows, counts)
+        kept = self._give_blocks([asked[i].request_id for i in indices], rows, counts + most - 1)
         # Those with the least to catch up go first; what the token budget leaves out goes on the next time.
         order = kept[np.argsort((counts - self.computed[rows])[kept], kind="stable")]
         rows, counts, most = rows[order], counts[order], most[order]
@@ -129,9 +134,9 @@ class DraftModel:
         if not len(rows):
             return proposals
         drafts = self._run(rows, queries, counts, most)
-        for i, found, count in zip(order.tolist(), drafts.tolist(), most.tolist(), strict=True):
-            found = found[:count]
-            proposals[places[i]] = found[: found.index(-1)] if -1 in found else found
+        for i, tokens, count in zip(order.tolist(), drafts.tolist(), most.tolist(), strict=True):
+            tokens = tokens[:count]
+            proposals[indices[i]] = tokens[: tokens.index(-1)] if -1 in tokens else tokens
         return proposals
 
     # ---- a request's row: tokens, keys and values
@@ -160,19 +165,19 @@ class DraftModel:
         first = np.minimum(self.asked[rows], counts - 1)
         spans = counts - first
         starts = np.cumsum(spans) - spans
-        given = np.concatenate([each[begin:] for each, begin in zip(tokens, first.tolist(), strict=True)])
+        newest = np.concatenate([each[begin:] for each, begin in zip(tokens, first.tolist(), strict=True)])
         at = np.repeat(rows, spans)
-        positions = np.arange(len(given)) - np.repeat(starts - first, spans)
-        wrong = (positions >= self.known[at]) | (self.tokens[at, positions] != given)
+        positions = np.arange(len(newest)) - np.repeat(starts - first, spans)
+        wrong = (positions >= self.known[at]) | (self.tokens[at, positions] != newest)
         right = np.minimum.reduceat(np.where(wrong, positions, np.repeat(counts, spans)), starts)
         self.computed[rows] = np.minimum(np.minimum(self.computed[rows], right), counts - 1)
         if wrong.any():
-            self.tokens[at[wrong], positions[wrong]] = given[wrong]
-            self.executor.runner.put(at[wrong], positions[wrong], given[wrong])
+            self.tokens[at[wrong], positions[wrong]] = newest[wrong]
+            self.executor.runner.put(at[wrong], positions[wrong], newest[wrong])
         self.known[rows] = self.asked[rows] = counts
 
     def _give_blocks(self, requests: Sequence[str], rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Give blocks to the rows [n] for their first `ends` [n] tokens. Returns the places of the rows that have them.
+        """Give blocks to the rows [n] for their first `ends` [n] tokens. Returns the indices of those that got them.
 
         The others give up their row.
         """
@@ -200,26 +205,26 @@ class DraftModel:
         steps: deque[tuple[int, np.ndarray, StepInFlight]] = deque()
 
         def read() -> None:
-            place, going, step = steps.popleft()
-            drafts[going, place] = step.wait().tokens[:, 0]
+            index, going, step = steps.popleft()
+            drafts[going, index] = step.wait().tokens[:, 0]
 
         order = np.argsort(queries != 1, kind="stable")
         first = self._launch(rows[order], queries[order], caught_up[order])
         steps.append((0, order[caught_up[order]], first))
-        for place in range(1, drafts.shape[1]):
-            going = np.flatnonzero(caught_up & (most > place))
+        for index in range(1, drafts.shape[1]):
+            going = np.flatnonzero(caught_up & (most > index))
             if not len(going):
                 break
             ones = np.ones(len(going), np.int32)
-            steps.append((place, going, self._launch(rows[going], ones, ones > 0)))
+            steps.append((index, going, self._launch(rows[going], ones, ones > 0)))
             if len(steps) > IN_FLIGHT:
                 read()
         while steps:
             read()
         drafted = np.maximum(drafts, 0)
         at = counts[:, None] + np.arange(drafts.shape[1])
-        places = caught_up[:, None] & (at < (counts + most)[:, None])
-        self.tokens[np.broadcast_to(rows[:, None], at.shape)[places], at[places]] = drafted[places]
+        written = caught_up[:, None] & (at < (counts + most)[:, None])
+        self.tokens[np.broadcast_to(rows[:, None], at.shape)[written], at[written]] = drafted[written]
         self.known[rows] = counts + np.where(caught_up, most, 0)
         return drafts
 
@@ -236,15 +241,17 @@ class DraftModel:
 def loaded(config: DeviceConfig, target: ModelConfig, tokenizer: Tokenizer | None) -> DraftModel | None:
     """The draft model that the option `speculate` names; None if it names none. Raises ConfigError."""
     if config.speculate in ("off", *PROPOSERS):
+        if config.speculate_head is not None:
+            raise ConfigError(f"speculate_head is for a draft model, and speculate={config.speculate!r} has none")
         return None
-    place = resolve(config.speculate)
-    check_same_tokenizer(place, tokenizer)
-    head = head_tokens(place, config.speculate_head, target.vocab_size)
-    return DraftModel(place, target, config, config.max_model_len or target.max_model_len, head)
+    source = resolve(config.speculate)
+    check_same_tokenizer(source, tokenizer)
+    head = head_tokens(source, config.speculate_head, target.vocab_size)
+    return DraftModel(source, target, config, config.max_model_len or target.max_model_len, head)
 
 
 def _sampled_as(params: SamplingParams) -> SamplingParams:
-    """How a request's drafts are sampled: as its tokens, without a grammar."""
+    """Return the parameters of a request's drafts: those of its tokens, without a grammar."""
     return SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -280,14 +287,13 @@ def check_same_tokenizer(draft: Path | str, own: Tokenizer | None) -> None:
             )
 
 
-def head_tokens(draft: Path | str, given: str | None, vocab_size: int) -> list[int] | None:
+def head_tokens(draft: Path | str, file: str | None, vocab_size: int) -> list[int] | None:
     """The tokens that the draft's head has, in ascending order; None: all.
 
-    given: a file with a JSON list of token ids; default: the one in the draft's directory, if there is one. Raises
-    ConfigError.
+    file: a JSON list of token ids; default: the one in the draft's directory, if there is one. Raises ConfigError.
     """
-    path = Path(given) if given is not None else None if isinstance(draft, str) else draft / HEAD_FILE
-    if path is None or (given is None and not path.exists()):
+    path = Path(file) if file is not None else None if isinstance(draft, str) else draft / HEAD_FILE
+    if path is None or (file is None and not path.exists()):
         return None
     try:
         tokens = json.loads(path.read_text(encoding="utf-8"))

@@ -12,8 +12,11 @@ from typing import Protocol
 
 import torch
 
+from minillm.adapters.peft import Adapter
+from minillm.adapters.slots import loaded
 from minillm.config import DeviceConfig
 from minillm.cores import OtherPrograms
+from minillm.errors import ConfigError
 from minillm.kernels import launch_configs
 from minillm.kv_cache.attention_sinks import Stream
 from minillm.model.config import ModelConfig
@@ -23,15 +26,14 @@ from minillm.model.parallel import OneDevice, Parallel
 from minillm.scheduler.step import Step
 
 from .cuda_graph import DecodeShape
-from .launched import StepInFlight
-from .plan import Plan
+from .launched import LaunchedStep, StepInFlight
 from .runner import Runner
 from .threads import Threads
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the engine knows of a model and the device that runs it; constant once an executor has started."""
+    """Describes a model and its device to the engine; constant once an executor has started."""
 
     model: ModelConfig  # as it was loaded
     dtype: str  # of its activations: "float32"
@@ -51,7 +53,7 @@ class Executor(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why no further step can run, for one that has lost a process; None while steps can run."""
+        """Return why no further step can run, if a process was lost; None while steps can run."""
         return None
 
     def launch(self, step: Step) -> StepInFlight:
@@ -61,6 +63,14 @@ class Executor(Protocol):
     def warm_up(self) -> None:
         """Compile the kernels and capture the graphs that the first steps need."""
         ...
+
+    def load_adapter(self, load: int, adapter: Adapter) -> None:
+        """Make an adapter ready, for steps whose rows name this load; any thread may call it. Raises ConfigError."""
+        raise ConfigError(f"{type(self).__name__} loads no adapters while it runs: name them when the engine starts")
+
+    def unload_adapter(self, load: int) -> None:
+        """Forget an adapter that no later row names."""
+        return None
 
     def close(self) -> None:
         """Free the model, the cache and the graphs."""
@@ -79,6 +89,12 @@ class WatchedExecutor(Executor):
     def warm_up(self) -> None:
         self.executor.warm_up()
 
+    def load_adapter(self, load: int, adapter: Adapter) -> None:
+        self.executor.load_adapter(load, adapter)
+
+    def unload_adapter(self, load: int) -> None:
+        self.executor.unload_adapter(load)
+
     def close(self) -> None:
         self.executor.close()
 
@@ -86,41 +102,43 @@ class WatchedExecutor(Executor):
 class LocalExecutor(Executor):
     """Runs steps in this process, on one device.
 
-    place: the model, as `minillm.model.loader.resolve` returns it. plan: launch configurations to use, and graphs to
-    capture at once. head: the tokens to which the model's head is cut; None: all. parallel: the ranks that share the
-    model, of which this process is one. Raises ConfigError for a model that cannot be loaded, and if memory is too
-    small for the options.
+    source: the model, as `minillm.model.loader.resolve` returns it. kernel_configs: measured launch configurations.
+    graphs: decode steps to capture at once, as (rows, blocks of a row). head: the tokens to which the head is cut;
+    None: all. parallel: the ranks that share the model, of which this process is one. Raises ConfigError for a
+    model that cannot be loaded, and if memory is too small for the options.
     """
 
     def __init__(
         self,
-        place: Path | str,
+        source: Path | str,
         config: DeviceConfig,
-        plan: Plan | None = None,
         *,
+        kernel_configs: launch_configs.Table | None = None,
+        graphs: Sequence[Sequence[int]] = (),
         head: Sequence[int] | None = None,
         parallel: Parallel = OneDevice(),
     ):
         others = OtherPrograms()  # measured while the model loads
         model = load_model(
-            place,
+            source,
             dtype=config.dtype,
             device=config.device,
             load_format=config.load_format,
             max_model_len=config.max_model_len,
             seed=config.seed,
-            recipe=rounded(place, config.quantization, config.quantized_head),
+            recipe=rounded(source, config.quantization, config.quantized_head),
             kv_cache_dtype=config.kv_cache_dtype,
             parallel=parallel,
+            exact=config.exact,
         )
         if head is not None:
             cut_head(model, torch.tensor(head, device=model.device))
-        self._table = {} if plan is None else plan.table()
-        self.threads = Threads(config.cpu_threads, others) if model.device.type == "cpu" else None
+        self._kernel_configs = kernel_configs or {}
+        self.threads = Threads.of(config, others) if model.device.type == "cpu" else None
         with self._tuned():
-            self.runner = Runner(model, config, model.max_model_len)
-            if plan is not None and plan.graphs and self.runner.graphs is not None:
-                self.runner.graphs.capture(DecodeShape(*shape) for shape in plan.graphs)
+            self.runner = Runner(model, config, model.max_model_len, loaded(model, config))
+            if graphs and self.runner.graphs is not None:
+                self.runner.graphs.capture(DecodeShape(rows, width) for rows, width in graphs)
         self.facts = Facts(
             model=model.config,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -133,7 +151,7 @@ class LocalExecutor(Executor):
             captures=self.runner.graphs is not None,
         )
 
-    def launch(self, step: Step) -> StepInFlight:
+    def launch(self, step: Step) -> LaunchedStep:
         with self._tuned(), nullcontext() if self.threads is None else self.threads.chosen():
             return self.runner.run(step)
 
@@ -143,6 +161,15 @@ class LocalExecutor(Executor):
             with self._tuned():
                 self.runner.graphs.capture_all()
 
+    def load_adapter(self, load: int, adapter: Adapter) -> None:
+        if self.runner.state.adapters is None:
+            raise ConfigError("this engine has no room for adapters: start it with max_loras, or with adapters")
+        self.runner.state.adapters.add(load, adapter)
+
+    def unload_adapter(self, load: int) -> None:
+        if self.runner.state.adapters is not None:
+            self.runner.state.adapters.remove(load)
+
     def close(self) -> None:
         self.runner.close()
         del self.runner
@@ -151,9 +178,9 @@ class LocalExecutor(Executor):
 
     @contextmanager
     def _tuned(self) -> Iterator[None]:
-        """Use the plan's launch configurations inside the block.
+        """Use the measured launch configurations inside the block.
 
         They are kept in a thread-local table, because an operation's arguments do not tell which engine calls it.
         """
-        with launch_configs.using(self._table):
+        with launch_configs.using(self._kernel_configs):
             yield

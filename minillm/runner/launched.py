@@ -11,7 +11,7 @@ from torch import Tensor
 from minillm.request import TokenLogprobs
 from minillm.scheduler.step import Step
 
-from .logprobs import ArrivedScores, PromptScores, Scores, as_dicts
+from .logprobs import ArrivedScores, PromptScores, Scores, as_dicts, by_row
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Results:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of each of its tokens
     # row -> (position of the first token, one dict a token; None: the logits are not numbers)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs] | None]] = field(default_factory=dict)
+    found: np.ndarray | None = None  # [samples]: how many drafts each row had; None: as many as the step has
 
     def known(self) -> list[list[int]]:
         """The tokens of each sampling row that are kept."""
@@ -65,14 +66,16 @@ class LaunchedStep:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> Results:
-        """Block until the results are on the host, and return them."""
+    def finish(self) -> None:
+        """Block until the device has run the step."""
         if self._event is not None:
             self._event.synchronize()
+
+    def wait(self) -> Results:
+        """Block until the results are on the host, and return them."""
+        self.finish()
         results = agreed(self.step, self._read())
-        for scores in self._logprobs:
-            for row, entry in zip(scores.rows.tolist(), as_dicts(scores.ids, scores.values), strict=True):
-                results.logprobs.setdefault(row, []).append(entry)
+        results.logprobs = by_row(self._logprobs, self.step, results.accepted)
         for each in self._prompts:
             logprobs = None if each.values.isnan().any() else as_dicts(each.ids, each.values)
             results.prompt_logprobs[each.row] = (each.position, logprobs)

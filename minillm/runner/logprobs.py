@@ -1,5 +1,6 @@
 """Log-probabilities for the requests that ask for them.  Lesson 02."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -17,7 +18,7 @@ LOGITS_AT_ONCE = 256  # rows of logits to compute at a time when a whole prompt 
 
 
 @dataclass
-class _Found:
+class _TopLogprobs:
     ids: Tensor  # [n, k + 1]: the token itself, then the k most likely
     values: Tensor  # [n, k + 1]
 
@@ -28,7 +29,7 @@ class _Found:
 
 
 @dataclass
-class Scores(_Found):
+class Scores(_TopLogprobs):
     """Log-probabilities of sampled tokens."""
 
     rows: np.ndarray  # [n]
@@ -58,7 +59,7 @@ class ArrivedScores:
 
 
 @dataclass
-class PromptScores(_Found):
+class PromptScores(_TopLogprobs):
     """Log-probabilities of consecutive prompt tokens of one row."""
 
     row: int
@@ -85,22 +86,22 @@ def widened(logits: Tensor, *, copy: bool = False) -> Tensor:
 def of_sampled(
     state: RowState,
     logits: Tensor,
-    places: np.ndarray,
+    indices: np.ndarray,
     rows: np.ndarray,
     sampled: Tensor,
     some: np.ndarray | bool = True,
 ) -> list[Scores]:
-    """Scores for those rows [n] that ask for them, grouped by the number they ask for. places: [n] into logits.
+    """Scores for those rows [n] that ask for them, grouped by the number they ask for. indices: [n] into logits.
 
     some: of the rows, those that are scored here [n]. Scores of rows without a token (-1) are meaningless.
     """
     wanted = np.where(some, state.logprobs[rows], -1)
-    found = []
+    scores = []
     for k in np.unique(wanted[wanted >= 0]):
         chosen = np.nonzero(wanted == k)[0]
-        at, index = state.send(places[chosen], chosen)
-        found.append(Scores(*top_logprobs(logits[at], sampled[index].clamp(min=0), int(k)), rows[chosen]))
-    return found
+        at, index = state.send(indices[chosen], chosen)
+        scores.append(Scores(*top_logprobs(logits[at], sampled[index].clamp(min=0), int(k)), rows[chosen]))
+    return scores
 
 
 def arrived(state: RowState, rows: np.ndarray, positions: np.ndarray, vocab: int) -> list[ArrivedScores]:
@@ -113,20 +114,20 @@ def arrived(state: RowState, rows: np.ndarray, positions: np.ndarray, vocab: int
 
 
 def rows_wanting_prompts(state: RowState, step: Step) -> list[int]:
-    """Places in the step of rows that want prompt scores and run tokens with a successor in the prompt."""
+    """Indices in the step of the rows that want prompt scores and run tokens with a successor in the prompt."""
     wanting = state.prompt_logprobs[step.rows] >= 0
     if not wanting.any():
         return []
     return np.nonzero(wanting & (step.starts < state.prompt_length[step.rows] - 1))[0].tolist()
 
 
-def of_prompt(model: Model, state: RowState, step: Step, place: int, hidden: Tensor) -> PromptScores:
-    """Scores of the prompt tokens that come after those run by the row at `place` in the step.
+def of_prompt(model: Model, state: RowState, step: Step, index: int, hidden: Tensor) -> PromptScores:
+    """Scores of the prompt tokens that come after those run by the row at `index` in the step.
 
     hidden: [queries, hidden], the final hidden states of the tokens that run.
     """
-    row, start = int(step.rows[place]), int(step.starts[place])
-    end = min(start + int(step.queries[place]), int(state.prompt_length[row]) - 1)
+    row, start = int(step.rows[index]), int(step.starts[index])
+    end = min(start + int(step.queries[index]), int(state.prompt_length[row]) - 1)
     targets = state.tokens[row, start + 1 : end + 1].long()
     k = int(state.prompt_logprobs[row])
     pieces = [
@@ -137,5 +138,20 @@ def of_prompt(model: Model, state: RowState, step: Step, place: int, hidden: Ten
     return PromptScores(ids, values, row, start + 1)
 
 
+def by_row(
+    scores: Sequence[Scores | ArrivedScores], step: Step, accepted: np.ndarray
+) -> dict[int, list[TokenLogprobs]]:
+    """Collect the log-probabilities of each row's new tokens, without those of rejected drafts."""
+    entries: dict[int, list[TokenLogprobs]] = {}
+    for each in scores:
+        for row, entry in zip(each.rows.tolist(), as_dicts(each.ids, each.values), strict=True):
+            entries.setdefault(row, []).append(entry)
+    if entries and step.drafts is not None:
+        for row, kept in zip(step.sampling_rows.tolist(), accepted.tolist(), strict=True):
+            del entries.get(row, [])[kept:]
+    return entries
+
+
 def as_dicts(ids: Tensor | np.ndarray, values: Tensor | np.ndarray) -> list[TokenLogprobs]:
-    return [dict(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    # Without a loop in Python: there is one dict a token, and a step has up to a thousand.
+    return list(map(dict, map(zip, ids.tolist(), values.tolist())))

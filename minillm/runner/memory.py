@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ class MemoryBudget:
 
     @property
     def cache(self) -> int:
-        """What is left for keys and values."""
+        """Return the bytes that are left for keys and values."""
         return int(self.total * self.utilization) - self.taken - self.workspace - self.graphs
 
     def blocks(self, most: int, least: int, block_bytes: int, config: DeviceConfig) -> int:
@@ -50,8 +51,10 @@ class MemoryBudget:
         fitting = max(self.cache, 0) // block_bytes
         if fitting >= (most if config.num_blocks else min(most, least)):
             return min(most, fitting)
+        slots = config.adapter_slots
+        holders = f"weights, {slots + 1} slots of adapters, other programs" if slots else "weights, other programs"
         used = (
-            f"{gib(self.taken)} of {gib(self.total)} are taken (weights, other programs), a step of "
+            f"{gib(self.taken)} of {gib(self.total)} are taken ({holders}), a step of "
             f"max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs={config.max_num_seqs} needs "
             f"{gib(self.workspace)}, CUDA graphs {gib(self.graphs)}"
         )
@@ -62,7 +65,7 @@ class MemoryBudget:
             )
         wanted = least * block_bytes
         enough = (self.total * self.utilization - self.cache + wanted) / self.total
-        ways = ["lower max_num_batched_tokens or max_num_seqs", "free the GPU"]
+        ways = [f"lower max_num_batched_tokens{', max_loras' if slots else ''} or max_num_seqs", "free the GPU"]
         if enough <= 1:
             ways.insert(0, f"gpu_memory_utilization={math.ceil(enough * 100) / 100} would fit")
         raise ConfigError(
@@ -82,7 +85,7 @@ class Memory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block across all layers of a group."""
+        """Bytes of one block across all layers of a group that are here."""
         return self.model.groups.size * self.state.block_size * self.spec.bytes_per_token
 
     @property
@@ -91,7 +94,7 @@ class Memory:
         return min(self.state.longest, self.state.block_table.shape[2] * self.state.block_size)
 
     def allocate(self, blocks: int) -> list[LayerCache]:
-        """One cache per layer. Layers at the same place in their groups share one: a block belongs to one group."""
+        """One cache per layer. Layers with the same index in their groups share one: a block belongs to one group."""
         groups, device = self.model.groups, self.state.device
         try:
             made = [self.spec.allocate(blocks, self.state.block_size, device) for _ in range(groups.size)]
@@ -100,7 +103,7 @@ class Memory:
                 f"num_blocks={blocks} needs {gib(blocks * self.block_bytes)} for keys and values, more than {device} "
                 "has free; lower num_blocks, max_num_seqs or max_model_len"
             ) from error
-        return [made[place] for _, place in groups.places]
+        return [made[index] for _, index in groups.of_layer]
 
     def blocks_that_fit(self, config: DeviceConfig, request: int, least: int, make_graphs: MakeGraphs) -> int:
         """The requested number of blocks, or as many as fit in memory, up to what all rows need at full length.
@@ -133,7 +136,9 @@ class Memory:
         except torch.OutOfMemoryError as error:
             halves = (count >> halvings for halvings in range(1, count.bit_length()))
             fitting = None
-            if self.model.parallel.size == 1:  # other ranks would be in the middle of the first step still
+            if (
+                self.model.parallel.size * self.model.parallel.stage.count == 1
+            ):  # other ranks would be in the middle of the first step still
                 fitting = next((fewer for fewer in halves if self._step_fits(fewer, rows)), None)
             way = f"max_num_batched_tokens={fitting} would fit" if fitting else "use a smaller model or dtype"
             raise ConfigError(
@@ -150,8 +155,8 @@ class Memory:
         return True
 
     def step_bytes(self, count: int, most_rows: int) -> int:
-        """Bytes that a step of `count` tokens needs, with as many rows as possible and every sampling option except
-        log-probabilities."""
+        """Bytes that a step of `count` tokens needs, with as many rows as possible, an adapter of each, if there may be
+        any, and every sampling option except log-probabilities."""
         state, rows, longest = self.state, min(most_rows, count), self.longest
         queries = np.full(rows, min(count // rows, longest), np.int32)
         ids = np.arange(rows, dtype=np.int32)
@@ -162,11 +167,13 @@ class Memory:
 
         def run(caches: list[LayerCache]) -> None:
             hidden = self.model.forward(pack(step, state, np.cumsum(queries) - 1), caches)
-            # Penalties read all tokens that a row can hold.
-            self.sampler(self.model.logits(hidden), ids, np.full(rows, longest))
+            if self.model.parallel.stage.last:
+                # Penalties read all tokens that a row can hold.
+                self.sampler(self.model.logits(hidden), ids, np.full(rows, longest))
 
         try:
-            return self.reserved_by(run)
+            with nullcontext() if state.adapters is None else state.adapters.as_if_used():
+                return self.reserved_by(run)
         finally:
             state.sampling.general[:] = False
 

@@ -9,10 +9,18 @@ from minillm.scheduler.step import Step
 from .state import RowState
 
 
-def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, streams: bool = False) -> Batch:
+def pack(
+    step: Step,
+    state: RowState,
+    logits_index: np.ndarray | None,
+    *,
+    streams: bool = False,
+    embedded: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Batch:
     """Pack the step's tokens, row after row. Token ids and slots are looked up on the device.
 
-    logits_index: indices of the tokens whose final hidden states are needed; None: all of them.
+    logits_index: indices of the tokens whose final hidden states are needed; None: all of them. embedded: which tokens
+    have embeddings, and these, as `EmbeddedRows.take` returns them.
     """
     lengths, query_ends = step.ends, np.cumsum(step.queries)
     decodes_only = step.decodes == len(step.rows)
@@ -28,27 +36,32 @@ def pack(step: Step, state: RowState, logits_index: np.ndarray | None, *, stream
         arrays.append(positions)
         arrays[1] = positions - np.repeat(step.moved, step.queries) * state.block_size
         arrays[3] = lengths = lengths - step.moved * state.block_size
-    rows_of_tokens, places, rows, lengths_sent, starts_sent, *more = state.send(*arrays)
-    positions_in_row = places if step.moved is None else more.pop()
-    blocks = state.block_table[:, rows_of_tokens, places // state.block_size].long()
+    rows_of_tokens, cache_positions, rows, lengths_sent, starts_sent, *more = state.send(*arrays)
+    positions_in_row = cache_positions if step.moved is None else more.pop()
+    blocks = state.block_table[:, rows_of_tokens, cache_positions // state.block_size].long()
 
     def part(first: int, after: int) -> tuple[Rows, ...]:
         if after == first:
             return ()
         width = -(-int(lengths[first:after].max()) // state.block_size)
+        continued = np.flatnonzero(step.starts[first:after])
         return Rows.of_groups(
             state.block_table[:, rows[first:after], :width],
             lengths_sent[first:after].int(),
             (starts_sent[first : after + 1] - starts_sent[first]).int(),
             int(step.queries[first:after].max()),
+            after - first - (int(continued[-1]) + 1 if len(continued) else 0),
         )
 
+    adapters = state.adapters
     return Batch(
         token_ids=state.tokens[rows_of_tokens, positions_in_row].long(),
-        positions=places,
-        slots=blocks * state.block_size + places % state.block_size,
+        positions=cache_positions,
+        slots=blocks * state.block_size + cache_positions % state.block_size,
         decode=part(0, step.decodes),
         prefill=part(step.decodes, len(step.rows)),
         logits_index=more[0] if more else None,
+        adapted=adapters.of_tokens(rows_of_tokens) if adapters is not None and adapters.used_by(step.rows) else None,
+        embedded=None if embedded is None else (state.to_device(embedded[0]), state.to_device(embedded[1])),
         streams=streams,
     )

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.adapters.slots import AdapterSlots
 from minillm.config import DeviceConfig
 from minillm.errors import ConfigError
 from minillm.kv_cache.attention_sinks import Stream
@@ -19,6 +20,7 @@ from minillm.model.batch import Batch
 from minillm.scheduler.step import Step
 
 from . import logprobs
+from .device_drafts import DeviceDrafts
 from .launched import LaunchedStep
 from .memory import Memory, gib
 from .packing import pack
@@ -38,7 +40,7 @@ class Runner:
     Raises ConfigError if the memory is too small for the options.
     """
 
-    def __init__(self, model: Model, config: DeviceConfig, max_model_len: int):
+    def __init__(self, model: Model, config: DeviceConfig, max_model_len: int, adapters: AdapterSlots | None = None):
         self.model = model
         windows, chunk = model.groups.windows, config.max_num_batched_tokens
         rows, block_size = config.max_num_seqs, config.block_size
@@ -52,6 +54,8 @@ class Runner:
                 f"max_num_seqs={rows} rows of max_model_len={max_model_len} tokens need more memory than "
                 f"{model.device} has free; lower one of them"
             ) from error
+        self.state.adapters = adapters
+        self.device_drafts = DeviceDrafts(self.state)
         self.sampler = Sampler(self.state, model.ops)
         self.memory = Memory(model, self.state, self.sampler, model.cache_spec)
 
@@ -80,7 +84,7 @@ class Runner:
         """CUDA graphs, or None where they are not supported or not wanted."""
         if self.model.device.type != "cuda" or config.enforce_eager or self.stream:
             return None
-        if self.model.dtype == torch.float64:
+        if self.model.dtype == torch.float64 or config.pipeline_parallel_size > 1:
             return None
         try:
             from .step_graphs import StepGraphs
@@ -108,25 +112,29 @@ class Runner:
         """Run a step. On a GPU it returns without waiting; `LaunchedStep.wait` gives the results."""
         self.state.update(step)
         before, self._decoding = self._decoding, None
-        prompts = [] if step.decodes_only else logprobs.rows_wanting_prompts(self.state, step)
-        if self.graphs is not None and not prompts:
+        if step.lookup is not None:
+            return self.device_drafts.run(self, step)
+        embedded = self.state.embedded.take(step)
+        scores = self.model.parallel.stage.last and not step.decodes_only
+        prompts = logprobs.rows_wanting_prompts(self.state, step) if scores else []
+        if self.graphs is not None and not prompts and embedded is None:
             replayed = self.graphs.replay(step)
             if replayed is not None:
                 return self._correct(step, replayed)
-        if step.decodes_only and step.drafts is None:
+        if step.decodes_only and step.drafts is None and embedded is None:
             return self._decode(step, before)
-        return self._run_mixed(step, prompts)
+        return self._run_mixed(step, prompts, embedded)
 
     def _correct(self, step: Step, replayed: "Replayed") -> LaunchedStep:
         """Finish a replayed step: sample rows again if they need more than the sampling in the graph."""
-        state, rows, ends = self.state, step.sampling_rows, step.sampling_ends
-        sampled, logits, places = replayed.sampled, replayed.logits, replayed.places
-        corrected = self.sampler.correct(sampled, logits, places, rows, ends)
+        state, rows, ends = self.state, step.token_rows, step.for_each_token(step.ends)
+        sampled, logits, indices = replayed.sampled, replayed.logits, replayed.indices
+        corrected = self.sampler.correct(sampled, logits, indices, rows, ends)
         if corrected:
             state.store(rows, ends, sampled)
         read = None if corrected else partial(state.read, rows, ends)
         done = ~state.sampling.general[rows] & replayed.scored
-        scores = logprobs.of_sampled(state, logits, places, rows, sampled, ~done)
+        scores = logprobs.of_sampled(state, logits, indices, rows, sampled, ~done)
         arrived = logprobs.arrived(state, rows[done], ends[done], logits.shape[1])
         return LaunchedStep(step, sampled, [*scores, *arrived], read=read)
 
@@ -146,11 +154,17 @@ class Runner:
         return launched
 
     def _enters_blocks(self, step: Step) -> bool:
-        """Whether a row's next token begins a block. The row may have got it some steps ago, for drafts."""
+        """Return whether a row's next token begins a block. The row may have got it some steps ago, for drafts."""
         return bool((step.starts % self.state.block_size == 0).any())
 
-    def _run_mixed(self, step: Step, prompts: list[int]) -> LaunchedStep:
-        """Launch a step kernel by kernel. prompts: indices of the rows whose prompts are scored."""
+    def _run_mixed(
+        self, step: Step, prompts: list[int], embedded: tuple[np.ndarray, np.ndarray] | None
+    ) -> LaunchedStep:
+        """Launch a step kernel by kernel.
+
+        prompts: indices of the rows whose prompts are scored. embedded: tokens with embeddings, and these.
+        """
+        self.state.store_drafts(step)
         last = np.cumsum(step.queries) - 1
         index = sampled = step.for_each_token(last)
         if prompts:
@@ -159,7 +173,8 @@ class Runner:
             for i in prompts:
                 used[last[i] - step.queries[i] + 1 : last[i] + 1] = True
             index = np.nonzero(used)[0]
-        hidden = self.model.forward(pack(step, self.state, index, streams=self.stream is not None), self.caches)
+        batch = pack(step, self.state, index, streams=self.stream is not None, embedded=embedded)
+        hidden = self.model.forward(batch, self.caches)
         scores = []
         for i in prompts:
             first = int(np.searchsorted(index, last[i] - step.queries[i] + 1))
@@ -174,13 +189,14 @@ class Runner:
         """Sample the tokens that the step yields and store them on the device. hidden: [tokens, hidden].
 
         After a draft that is wrong, what is stored is wrong too, until the row's next step writes there.
-        Returns the tokens as the next step's inputs too.
+        Returns the tokens as the next step's inputs too. Only the last stage of a pipeline samples: `put` tells the
+        others.
         """
         rows, ends = step.token_rows, step.for_each_token(step.ends)
-        if len(rows) == 0:
+        if len(rows) == 0 or not self.model.parallel.stage.last:
             nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
             return LaunchedStep(step, nothing, [], prompts), nothing
-        if self.model.parallel.size > 1 and self.sampler.is_plain(rows):
+        if self.model.parallel.size > 1 and self.sampler.samples_in_shards(rows):
             logits = self.model.own_logits(hidden)
             sampled = self.sampler.of_shards(self.model.parallel, logits, rows, ends)
         else:
@@ -192,7 +208,7 @@ class Runner:
 
 
 def _continues(step: Step, before: Step) -> bool:
-    """Whether the same rows run their next tokens, with unchanged block tables."""
+    """Return whether the same rows run their next tokens, with unchanged block tables."""
     return (
         step.table_changes is None
         and not step.new_rows

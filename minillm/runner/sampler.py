@@ -17,6 +17,7 @@ from minillm.ops.reference import likeliest
 from minillm.ops.signatures import Truncation
 
 from . import sharded_sampling
+from .adjusted_logits import forbid, penalize
 from .logprobs import widened
 from .sampling_columns import PENALTIES, TRUNCATION, mix
 from .state import RowState
@@ -57,10 +58,14 @@ class Sampler:
         self.correct(sampled, logits, np.arange(len(rows)), rows, lengths)
         return sampled
 
-    def is_plain(self, rows: np.ndarray) -> bool:
-        """Whether these rows need nothing but a temperature, and no log-probabilities."""
-        scored = (self.state.logprobs[rows] >= 0).any()
-        return not (scored or self.state.sampling.general[rows].any() or self._asked(TRUNCATION, rows, torch.float32))
+    def samples_in_shards(self, rows: np.ndarray) -> bool:
+        """Return whether each rank samples from its own logits, for rows that need nothing but a temperature.
+
+        GPUs gather the logits: the operations on shards read and write numbers of eight bytes ten times over, which are
+        more bytes than half of the logits are.
+        """
+        gathers = self.state.device.type != "cpu" or (self.state.logprobs[rows] >= 0).any()
+        return not (gathers or self.state.sampling.general[rows].any() or self._asked(TRUNCATION, rows, torch.float32))
 
     def of_shards(self, parallel: Parallel, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
         """As `__call__`, for plain rows, from this rank's part of the logits."""
@@ -71,16 +76,16 @@ class Sampler:
         return sharded_sampling.sample(parallel, logits, self._tensor(temperature), draws)
 
     def correct(
-        self, sampled: Tensor, logits: Tensor, places: np.ndarray, rows: np.ndarray, lengths: np.ndarray
+        self, sampled: Tensor, logits: Tensor, indices: np.ndarray, rows: np.ndarray, lengths: np.ndarray
     ) -> bool:
         """Replace in `sampled` [n] the tokens of rows that need more than the fast path. Returns whether there are any.
 
-        places: [n] indices of the rows' logits; the other arguments are as in `__call__`.
+        indices: [n] indices of the rows' logits; the other arguments are as in `__call__`.
         """
         general = np.nonzero(self.state.sampling.general[rows])[0]
         for start in range(0, len(general), GENERAL_AT_ONCE):
             piece = general[start : start + GENERAL_AT_ONCE]
-            chosen = self._copied(logits, places[piece])
+            chosen = self._copied(logits, indices[piece])
             finite = None
             if self.state.sampling.hides[rows[piece]].any():  # what is no number would be hidden, too
                 finite = chosen.amax(-1).abs() < torch.inf
@@ -90,12 +95,12 @@ class Sampler:
             sampled[self._tensor(piece)] = drawn if finite is None else torch.where(finite, drawn, -1)
         return len(general) > 0
 
-    def _copied(self, logits: Tensor, places: np.ndarray) -> Tensor:
+    def _copied(self, logits: Tensor, indices: np.ndarray) -> Tensor:
         """A copy of some rows of the logits, at least in float32."""
-        first, count = int(places[0]), len(places)
-        if np.array_equal(places, np.arange(first, first + count)):
+        first, count = int(indices[0]), len(indices)
+        if np.array_equal(indices, np.arange(first, first + count)):
             return widened(logits[first : first + count], copy=True)
-        return widened(logits[self._tensor(places)])
+        return widened(logits[self._tensor(indices)])
 
     # ---- the stages, in the order in which they run: logits [n, vocab], rows [n], lengths [n] -> logits
 
@@ -106,7 +111,7 @@ class Sampler:
         if len(biased):
             ids, values = zip(*(columns.bias[row] for row in rows[biased]), strict=True)
             added = self._tensor(np.concatenate(values)).to(logits.dtype)
-            logits.index_put_(self._places(biased, ids), added, accumulate=True)
+            logits.index_put_(self._entries(biased, ids), added, accumulate=True)
         return logits
 
     def penalties(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
@@ -122,8 +127,8 @@ class Sampler:
         columns, prompt = self.state.sampling, self.state.prompt_length[rows]
         early = np.nonzero(lengths - prompt < columns.min_tokens[rows])[0]
         if len(early):
-            places = self._places(early, [columns.stop_ids[row] for row in rows[early]])
-            logits.index_put_(places, logits.new_full((), -torch.inf))
+            indices = self._entries(early, [columns.stop_ids[row] for row in rows[early]])
+            logits.index_put_(indices, logits.new_full((), -torch.inf))
         return logits
 
     def grammar(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Tensor:
@@ -160,41 +165,6 @@ class Sampler:
             return None
         return list(self._tensor(values).to(dtype)[..., None])
 
-    def _places(self, rows: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    def _entries(self, rows: np.ndarray, ids: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Indices into [n, vocab] for the given rows and their token ids."""
         return self._tensor(np.repeat(rows, [len(each) for each in ids])), self._tensor(np.concatenate(ids))
-
-
-def forbid(logits: Tensor, places: Tensor, masks: Tensor) -> Tensor:
-    """Keep only the tokens that grammars allow, in place.  Lesson 02.
-
-    logits: [n, vocab]; places: [m] indices of rows with a grammar; masks: [m, bytes] uint8, at least one bit for each
-    token, lowest bits first: 1 where it may come next.
-    """
-    bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device) & 1
-    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
-    return logits.index_copy_(0, places, logits[places].masked_fill_(forbidden, -torch.inf))
-
-
-def penalize(
-    logits: Tensor,
-    history: Tensor,
-    known: Tensor,
-    prompt: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-) -> Tensor:
-    """Repetition, presence and frequency penalties, in place.  Lesson 02.
-
-    logits: [n, vocab]; history: [n, longest] token ids; known, prompt: [n] lengths of the history and of its prompt;
-    repetition, presence, frequency: [n, 1].
-    """
-    place = torch.arange(history.shape[1], device=logits.device)
-    ids = torch.where(place < known[:, None], history, history[:, :1]).long()  # padding repeats the first token
-    output = (place >= prompt[:, None]) & (place < known[:, None])
-    ranked = torch.where(output, ids, logits.shape[1]).sort(1).values  # equal ids are neighbors
-    count = torch.searchsorted(ranked, ids, right=True) - torch.searchsorted(ranked, ids)
-    seen = logits.gather(1, ids)
-    seen = torch.where(seen > 0, seen / repetition, seen * repetition) - frequency * count - presence * (count > 0)
-    return logits.scatter_(1, ids, seen)

@@ -1,4 +1,4 @@
-"""What launching a step needs to know of the sampling parameters of running requests, on the host.  Lesson 10."""
+"""Keep the sampling parameters of running requests on the host, as launching a step needs them.  Lesson 10."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -8,7 +8,8 @@ temperature gather the logits of the whole vocabulary.
 import torch
 from torch import Tensor
 
-from minillm.model.parallel import Parallel
+from minillm.model.parallel import Parallel, largest_of
+from minillm.model.replaceable import PARTS
 
 
 def sample(
@@ -19,22 +20,19 @@ def sample(
     logits: [rows, vocab / ranks], this rank's. temperature, uniform: [rows], as in `ops.sample`; None: all rows take
     the likeliest token.
     """
+    if temperature is None or uniform is None:
+        highest, greedy = PARTS.sharded_argmax(logits, parallel)
+        return torch.where(highest.abs() < torch.inf, greedy, -1)
     rows, own = logits.shape
     first = parallel.rank * own
-    largest, token = logits.double().max(-1)  # of equal ones, the first
-    told = [largest, (token + first).double()]
-    if temperature is not None:
-        divisor = torch.where(temperature > 0, temperature, 1.0).double()
-        scores = logits.double() / divisor[:, None]
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        told.append(weights.sum(-1))
-    every = parallel.all_gather(torch.stack(told, -1)).view(rows, parallel.size, len(told))
-    highest = every[:, :, 0].amax(-1)  # NaN if one of them is
-    behind = every[:, :, 0] < highest[:, None]
-    greedy = every[:, :, 1].masked_fill(behind, torch.inf).amin(-1)
-    greedy = torch.where(highest.abs() < torch.inf, greedy, -1).long()
-    if temperature is None or uniform is None:
-        return greedy
+    largest, token = logits.double().max(-1)
+    divisor = torch.where(temperature > 0, temperature, 1.0).double()
+    scores = logits.double() / divisor[:, None]
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    told = torch.stack((largest, (token + first).double(), weights.sum(-1)), -1)
+    every = parallel.all_gather(told).view(rows, parallel.size, 3)
+    highest, greedy = largest_of(every[:, :, 0], every[:, :, 1])  # NaN if one of them is
+    greedy = torch.where(highest.abs() < torch.inf, greedy, -1)
     # Each rank's sum is relative to its own largest logit: make all relative to the largest of all ranks.
     shares = every[:, :, 2] * ((every[:, :, 0] - highest[:, None]) / divisor[:, None]).exp()
     shares = shares.masked_fill(every[:, :, 0] == -torch.inf, 0)

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.adapters.slots import AdapterSlots
 from minillm.config import MOST_AHEAD
 from minillm.kv_cache.attention_sinks import missing
-from minillm.request import MAX_LOGPROBS
+from minillm.request_values import MAX_LOGPROBS
 from minillm.scheduler.step import NewRow, Step
 
+from .embedded_rows import EmbeddedRows
 from .sampling_columns import SamplingColumns
 
 NEUTRAL = np.array([0, 0, 0, 1, 0], np.float32)  # greedy, without truncation and log-probabilities
@@ -36,18 +38,21 @@ class RowState:
 
         self.tokens = column(rows + 1, longest + 1)
         self.block_table = column(groups, rows + 1, blocks)
-        self.position = column(rows + 1)  # of the token that a captured step runs next
         self.seed = column(rows + 1, dtype=torch.int64)
         self.parameters = column(rows + 1, 5, dtype=torch.float32)  # temperature, min_p, top_k, top_p, scored
+        self.lengths = column(rows + 1)  # tokens that the device has counted, where it drafts itself
         self.padding = rows
+        self.adapters: AdapterSlots | None = None  # those that rows may have
         # On the host: captured steps write each row's newest tokens here, at their positions modulo the ring's size,
         # and their log-probabilities (see `kernels.sampling.scored_sample`).
         self.arrived = self._on_host(rows + 1, MOST_AHEAD + 1, dtype=torch.int32)
+        self.accepted = self._on_host(rows + 1, MOST_AHEAD + 1, dtype=torch.int32)  # see `device_drafts`
         scores = rows + 1, MOST_AHEAD + 1, MAX_LOGPROBS + 1
         self.arrived_ids = self._on_host(*scores, dtype=torch.int32)
         self.arrived_scores = self._on_host(*scores, dtype=torch.float32)
 
         self.sampling = SamplingColumns(rows)
+        self.embedded = EmbeddedRows()
         self.prompt_length = np.zeros(rows, np.int64)
         self.logprobs = np.full(rows, -1, np.int32)  # how many the request asks for; -1: none
         self.prompt_logprobs = np.full(rows, -1, np.int32)
@@ -61,6 +66,8 @@ class RowState:
         """Apply the changes since the last step: new requests and block table entries."""
         if step.new_rows:
             self.fill(step.new_rows)
+            if self.adapters is not None:
+                self.adapters.occupy(step.new_rows)
         for row, masks in step.masks.items():
             self.sampling.masks[row] = masks
         if step.masks:
@@ -69,10 +76,12 @@ class RowState:
             *entries, blocks = step.table_changes
             rows, columns, sent = self.send(*entries, blocks.ravel())
             self.block_table[:, rows, columns] = sent.view(blocks.shape).int()
+
+    def store_drafts(self, step: Step) -> None:
+        """Write the step's drafts, if it has any, to their positions in its rows."""
         if step.drafts is not None:
-            places, order = np.nonzero(step.drafts >= 0)
-            positions = (step.ends - step.drafted)[places] + order
-            self.store(step.rows[places], positions, self.to_device(step.drafts[places, order]))
+            i, order = np.nonzero(step.drafts >= 0)
+            self.store(step.rows[i], (step.ends - step.drafted)[i] + order, self.to_device(step.drafts[i, order]))
 
     def fill(self, new_rows: Sequence[NewRow]) -> None:
         """Set the columns of rows that requests have just got."""
@@ -84,6 +93,7 @@ class RowState:
             self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
             self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
             self.sampling.fill(new)
+            self.embedded.fill(new)
         seeds = np.array([new.seed for new in new_rows])
         rows, seeds_sent = self.send(np.array([new.row for new in new_rows]), seeds)
         self.seed[rows] = seeds_sent
@@ -95,8 +105,8 @@ class RowState:
         Rows whose logits are adjusted get no token from a captured step: they have the neutral values.
         """
         at = np.array(rows)
-        found = np.concatenate([self.sampling.of(rows), self.logprobs[at, None] + 1], axis=1, dtype=np.float32)
-        return np.where(self.sampling.general[at, None], NEUTRAL, found)
+        values = np.concatenate([self.sampling.of(rows), self.logprobs[at, None] + 1], axis=1, dtype=np.float32)
+        return np.where(self.sampling.general[at, None], NEUTRAL, values)
 
     def _on_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory on the host that kernels can write to."""
@@ -120,8 +130,8 @@ class RowState:
 
     def read_scores(self, rows: np.ndarray, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids and log-probabilities, [n, count], that a captured step wrote with these tokens."""
-        places = positions % self.arrived.shape[1]
-        return self.arrived_ids.numpy()[rows, places, :count], self.arrived_scores.numpy()[rows, places, :count]
+        at = positions % self.arrived.shape[1]
+        return self.arrived_ids.numpy()[rows, at, :count], self.arrived_scores.numpy()[rows, at, :count]
 
     def keep_tokens(self, count: int) -> None:
         """Make room for one token after the first `count` tokens of a row. Only streams outgrow a row."""

@@ -10,6 +10,7 @@ from minillm.scheduler.step import Step
 
 from .cuda_graph import CapturedSteps, DecodeShape, Graphs, Replayed
 from .decode_graphs import DecodeGraphs
+from .lookup_graphs import LookupGraphs
 from .mixed_graphs import MixedGraphs
 from .state import RowState
 
@@ -38,17 +39,24 @@ class StepGraphs:
         mixed: bool = True,
     ):
         self.captured = CapturedSteps(model.ops)
-        kinds = {"single_row": single_row, "sampling": sampling}
-        self.decodes = DecodeGraphs(model, state, caches, self.captured, config.max_num_seqs, **kinds)
+        # The fused step sums in other orders than steps of several rows.
+        kinds = {"single_row": single_row and not config.exact, "sampling": sampling}
+        drafts = 0 if config.speculate == "off" else config.speculate_tokens
+        most = max(config.max_num_seqs, 1 + drafts)
+        self.decodes = DecodeGraphs(model, state, caches, self.captured, most, **kinds)
         self.mixed: MixedGraphs | None = None
         if mixed and sampling and MixedGraphs.supports(model):
             self.mixed = MixedGraphs(self.decodes, config)
         self.kinds: list[Graphs[Any]] = [self.decodes] if self.mixed is None else [self.decodes, self.mixed]
+        ahead = config.speculate_ahead and config.ranks == 1 and self.decodes.sampling
+        self.lookups = LookupGraphs(self.decodes, config.speculate_tokens) if ahead else None
 
     def replay(self, step: Step) -> Replayed | None:
         """Replay a step. Returns None if no graph can run it."""
-        if step.drafts is not None or not self.captured.follow():
+        if not self.captured.follow():
             return None
+        if step.lookup is not None and self.lookups is not None:
+            return None if (shape := self.lookups.fits(step)) is None else self.lookups.replay(step, shape)
         for graphs in self.kinds:
             if (shape := graphs.fits(step)) is not None:
                 return graphs.replay(step, shape)
@@ -57,15 +65,23 @@ class StepGraphs:
     def capture_all(self) -> None:
         """Capture every batch size with the narrowest block tables, and every shape with prompts."""
         if self.captured.follow():
-            width = self.decodes.width(1)
-            self.capture(DecodeShape(size, width) for size in self.decodes.sizes)
+            self.capture(DecodeShape(size, self.decodes.width(1)) for size in self.decodes.sizes)
 
     def capture(self, decodes: Iterable[DecodeShape]) -> None:
-        """Capture these decode steps, to whose sizes batches are padded from then on, and every shape with prompts."""
-        self.decodes.capture_sizes(decodes)
+        """Capture these decode steps, to whose sizes batches are padded from then on, and every shape with prompts.
+
+        Where there may be adapters, each is captured with them, too: else the first request with one would wait for it,
+        and so would all others in its steps.
+        """
+        kinds = (False,) if self.decodes.state.adapters is None else (True, False)
+        shapes = [shape._replace(adapted=adapted) for shape in decodes for adapted in kinds]
+        self.decodes.capture_sizes(shapes)
+        if self.lookups is not None:
+            self.lookups.capture_sizes(shapes)
         if self.mixed is not None and self.captured.operations.engines_own:
-            for shape in reversed(self.mixed.shapes):
-                self.mixed.capture(shape)
+            for adapted in kinds:
+                for shape in reversed(self.mixed.shapes):
+                    self.mixed.capture(shape._replace(adapted=adapted))
 
     def rehearse_largest(self) -> None:
         """Run the largest steps without capturing them, to measure their memory."""
@@ -75,10 +91,11 @@ class StepGraphs:
     @property
     def kept_bytes(self) -> int:
         """Bytes that all graphs together keep outside their pool."""
-        return CAPTURE_BYTES + GRAPH_BYTES * sum(graphs.count for graphs in self.kinds)
+        counts = [graphs.count for graphs in self.kinds] + [self.lookups.count if self.lookups is not None else 0]
+        return CAPTURE_BYTES + GRAPH_BYTES * sum(counts)
 
     def close(self) -> None:
         """Free the graphs now instead of at garbage collection."""
         self.captured.clear()
         self.kinds.clear()
-        self.mixed = None
+        self.mixed = self.lookups = None

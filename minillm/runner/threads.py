@@ -1,4 +1,4 @@
-"""How many threads a step uses on a CPU.  Lesson 00.
+"""Choose how many threads a step uses on a CPU.  Lesson 00.
 
 A step of a small model has hundreds of operations of some microseconds, and the threads of each wait for the slowest
 one. While they wait they keep their cores busy, so a single other program delays every operation: with two threads on
@@ -10,10 +10,12 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 
 from minillm import cores
+from minillm.config import DeviceConfig
 from minillm.cores import FREE, SLOWED, OtherPrograms
 
 EVERY = 0.1  # seconds between measurements: the system counts time in ticks of 0.01 s
@@ -47,6 +49,12 @@ class Threads:
         self._warned = False
         if fixed is None and torch.get_num_threads() > 1 and self._others.age >= EVERY:
             self._adapt(self._others.measure(), 1.0)
+
+    @classmethod
+    def of(cls, config: DeviceConfig, others: OtherPrograms) -> Self:
+        """The threads of an engine with these options. With `exact` their number is fixed: sums may depend on it."""
+        steady = min(torch.get_num_threads(), cores.available()) if config.exact else None
+        return cls(config.cpu_threads or steady, others)
 
     @contextmanager
     def chosen(self) -> Iterator[int]:

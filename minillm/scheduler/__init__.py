@@ -1,4 +1,4 @@
-"""Which tokens run in the next step.  Lesson 10.
+"""Choose the tokens that run in the next step.  Lesson 10.
 
 Rows, blocks and token budgets belong here, all of them in numpy. Torch, text and the clock do not.
 """

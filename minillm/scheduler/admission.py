@@ -1,4 +1,4 @@
-"""Which waiting requests join the running ones in the next step.  Lesson 10."""
+"""Let waiting requests join the running ones in the next step.  Lesson 10."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Refusal:
-    """Why the first waiting request does not join."""
+    """The reason why the first waiting request does not join."""
 
-    by: str  # "admits" or "share", which are the policy's, or "blocks"
+    by: str  # "admits" or "share", which are the policy's, "blocks", or "adapters", whose slots are all in use
     lacking: tuple[Request | None, int] = (None, 0)  # a request that lacks blocks, and how many it needs
 
 
@@ -27,8 +27,11 @@ def admit(self: "Scheduler", budget: int) -> tuple[list[tuple[int, int]], Refusa
     admitted: list[tuple[int, int]] = []
     if not self.policy.admits(len(self.order)):
         return admitted, Refusal("admits")
-    while self.waiting and budget > 0 and self._free_rows:
+    most = -(-len(self.waiting) // self.stages)  # the next steps admit the others: see `turns`
+    while self.waiting and budget > 0 and self._free_rows and len(admitted) < most:
         request = self.waiting[0]
+        if not self.slots.has_room(request.load):
+            return admitted, Refusal("adapters")
         # Rows take a block every block_size steps: leave what they are expected to take in the next one.
         reserve = -(-len(self.order) // self.block_size) * self.tables.groups
         if request is self._lacking[0] and self._lacking[1] + reserve > self.pool.available:

@@ -1,4 +1,4 @@
-"""Which rows of a step get drafts, and which tokens.  Lesson 13.
+"""Choose the rows of a step that get drafts, and the drafts.  Lesson 13.
 
 Drafts take what the step has left: its token budget, and blocks that are available. They never delay or preempt a
 request. A row gets some only if all its tokens are known. While a row waits for that, no step is launched ahead: the
@@ -38,10 +38,32 @@ class Drafts:
 
 
 def waiting_for_drafts(self: "Scheduler") -> bool:
-    """Whether a row that may get drafts, or has some, has tokens that are not read yet."""
-    assert self.speculation is not None, "without it there are no drafts"
-    known = self.known[self.order]
-    return bool((self.speculation.waits(self.order, known) & (known != self.confirmed[self.order])).any())
+    """Return whether a row that may get drafts, or has some, has tokens that are not read yet.
+
+    Then the device is at work, and what can be decided without these tokens is decided now.
+    """
+    speculation = self.speculation
+    assert speculation is not None, "without it there are no drafts"
+    rows, known = self.order, self.known[self.order]
+    waits = speculation.waits(rows, known)
+    if not (waits & (known != self.confirmed[rows])).any():
+        return False
+    if speculation.planned_after != self.launched:
+        speculation.planned_after = self.launched
+        most = np.minimum(speculation.most, self.limit[rows] - self.confirmed[rows] - 2)
+        drafting = waits & (most > 0)
+        left = min(self.max_num_batched_tokens, speculation.most_yielded) - len(rows)
+        count = len(rows) - int(drafting.sum())
+        speculation.plan(rows[drafting], known[drafting], most[drafting], count, left)
+    return True
+
+
+def continues_at_once(self: "Scheduler") -> bool:
+    """Return whether the next step should be launched before requests get the tokens of the one just read.
+
+    Without drafts one is in flight then. A grammar needs the tokens first. A CPU computes a step while it is launched.
+    """
+    return self.speculation is not None and self.speculation.runs_ahead and not self.matchers
 
 
 def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | None:
@@ -52,63 +74,67 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
     speculation = self.speculation
     assert speculation is not None, "without it there are no drafts"
     known = self.known[rows]
+    waits = speculation.waits(rows, known)
+    if not waits.any():
+        return None
     most = np.minimum(speculation.most, self.limit[rows] - known - 1)
-    most[~speculation.waits(rows, known)] = 0
-    most[(queries != 1) | (known != self.confirmed[rows]) | (known - self.computed[rows] != 1)] = 0
+    most[~waits | (queries != 1) | (known != self.confirmed[rows]) | (known - self.computed[rows] != 1)] = 0
     most[known <= self.prompt[rows]] = 0
-    places = np.flatnonzero(most > 0)
-    if speculation.slow and len(places):
-        most[places] = speculation.worth(rows[places], known[places], most[places], len(rows) - len(places))
-        places = np.flatnonzero(most > 0)
-    if not len(places):
+    indices = np.flatnonzero(most > 0)
+    left = min(self.max_num_batched_tokens - int(queries.sum()), speculation.most_yielded - len(rows))
+    chosen = speculation.planned(rows[indices])
+    if chosen is None and speculation.slow:
+        chosen = speculation.worth(rows[indices], known[indices], most[indices], len(rows) - len(indices), left)
+    if chosen is not None:
+        most[indices] = np.minimum(most[indices], chosen)
+        indices = np.flatnonzero(most > 0)
+    if not len(indices):
         return None
     asked = []
-    for i in places.tolist():
+    for i in indices.tolist():
         request = self.requests[rows[i]]
         assert request is not None, "a row that runs has a request"
         tokens, prompt = self.tokens[rows[i], : known[i]], int(self.prompt[rows[i]])
         sampled = request.params, request.seed, prompt, request.stop_ids
         asked.append(Asked(request.request_id, tokens, int(most[i]), *sampled))
-    left = min(self.max_num_batched_tokens - int(queries.sum()), speculation.most_yielded - len(rows))
-    found: dict[int, np.ndarray] = {}
-    proposals = speculation.propose(asked)
-    for i, drafts in enumerate(proposals):  # the token after an end is never needed
-        ends = np.isin(drafts, self.stop_ids[rows[places[i]]])
-        proposals[i] = drafts[: int(ends.argmax())] if ends.any() else drafts
-    lengths = np.array([len(drafts) for drafts in proposals], np.int32)
-    worth = lengths
-    if speculation.slow:
-        speculation.proposed(rows[places], known[places], lengths)
-    else:
-        worth = speculation.worth(rows[places], known[places], lengths, len(rows) - len(places))
-    for i, drafts, count in zip(places.tolist(), proposals, worth.tolist(), strict=True):
-        if drafts := drafts[: min(left, count)].tolist():
-            found[i], left = np.array(drafts, np.int32), left - len(drafts)
-    return _with_blocks(self, rows, queries, found) if found else None
+    drafts = speculation.propose(asked)
+    # The token after an end is never needed. -1, no token, pads the ends too.
+    ends = (drafts[:, :, None] == self.stop_ids[rows[indices], None]).any(axis=2)
+    counts = proposed = np.where(ends.any(axis=1), ends.argmax(axis=1), drafts.shape[1]).astype(np.int32)
+    if chosen is None and counts.any():
+        counts = speculation.worth(rows[indices], known[indices], counts, len(rows) - len(indices), left)
+    elif counts.sum() > left:
+        counts = np.clip(left + counts - counts.cumsum(), 0, counts)
+    speculation.proposed(rows[indices], known[indices], proposed)
+    return _with_blocks(self, rows, queries, indices, drafts, counts) if counts.any() else None
 
 
 def _with_blocks(
-    self: "Scheduler", rows: np.ndarray, queries: np.ndarray, found: dict[int, np.ndarray]
+    self: "Scheduler", rows: np.ndarray, queries: np.ndarray, indices: np.ndarray, drafts: np.ndarray, few: np.ndarray
 ) -> Drafts | None:
-    """Give blocks to the drafts, and cut those that get none or that a grammar forbids. found: place -> its drafts."""
+    """Give blocks to the first `few` [m] drafts [m, most] of the rows at `indices` [m].
+
+    Drafts that get none or that a grammar forbids are cut.
+    """
     speculation = self.speculation
     assert speculation is not None, "without it there are no drafts"
-    masks: dict[int, np.ndarray] = {}
-    for i, drafts in found.items():
-        if (matcher := self.matchers.get(int(rows[i]))) is not None:
-            masks[int(rows[i])] = allowed = _allowed(matcher, drafts.tolist())
-            found[i] = drafts[: len(allowed) - 1]
-    counts = np.zeros(len(rows), np.int32)
-    counts[list(found)] = [len(drafts) for drafts in found.values()]
+    counts, masks = np.zeros(len(rows), np.int32), {}
+    counts[indices] = few
+    if self.matchers:
+        for i, row, tokens in zip(indices.tolist(), rows[indices].tolist(), drafts.tolist(), strict=True):
+            if counts[i] and (matcher := self.matchers.get(row)) is not None:
+                masks[row] = _allowed(matcher, tokens[: counts[i]])
+                counts[i] = len(masks[row]) - 1
     if not self._grow(rows, queries + counts):
         counts = np.minimum(counts, np.maximum(self.tables.covered[rows] - self.computed[rows] - queries, 0))
-    if not counts.any():
+    most = int(counts.max())
+    if most == 0:
         return None
-    tokens = np.full((len(rows), int(counts.max())), -1, np.int32)
-    for i, drafts in found.items():
-        tokens[i, : counts[i]] = drafts[: counts[i]]
-    cut = {int(rows[i]): int(counts[i]) + 1 for i in found}
-    masks = {row: each[: cut[row]] for row, each in masks.items()}
+    tokens = np.full((len(rows), most), -1, np.int32)
+    tokens[indices] = drafts[:, :most]
+    tokens[np.arange(most) >= counts[:, None]] = -1
+    if masks:
+        masks = {int(row): masks[row][: count + 1] for row, count in zip(rows, counts, strict=True) if row in masks}
     per_decode = 1 + int(np.bincount(counts[queries == 1]).argmax())
     speculation.unread[rows] = counts > 0
     return Drafts(rows, tokens, counts, masks, per_decode)

@@ -62,9 +62,9 @@ class FirstComeFirstServed:
             return pending
         first = np.argsort(pending > 1, kind="stable")
         wanted = pending[first]
-        given = np.empty_like(pending)
-        given[first] = np.minimum(wanted, np.maximum(budget - (np.cumsum(wanted) - wanted), 0))
-        return given
+        counts = np.empty_like(pending)
+        counts[first] = np.minimum(wanted, np.maximum(budget - (np.cumsum(wanted) - wanted), 0))
+        return counts
 
 
 class Priority(FirstComeFirstServed):

@@ -19,17 +19,22 @@ import numpy as np
 from minillm.errors import InvalidRequest
 from minillm.grammar import Matcher
 from minillm.kv_cache.attention_sinks import STREAM_TOKENS, Stream, StreamTables, missing
-from minillm.kv_cache.block_pool import BlockPool, BlockPoolError, prefix_keys
+from minillm.kv_cache.block_pool import BlockPool, prefix_keys
 from minillm.kv_cache.block_tables import BlockTables, group_key
 from minillm.request import NOT_NUMBERS, Request
 from minillm.speculation.control import Speculation
 from minillm.trace.record import NO_TRACE, Trace
 
-from .admission import Refusal, admit
-from .drafting import Drafts, draft, waiting_for_drafts
+from . import accounts
+from .admission import admit
+from .drafting import Drafts, continues_at_once, draft, waiting_for_drafts
+from .drafting_ahead import draft_ahead, needs_no_host, reject_ahead
 from .fence import Fence
-from .policies import FirstComeFirstServed, Policy, PolicyError
+from .hidden_blocks import release_hidden
+from .policies import FirstComeFirstServed, Policy
+from .slot_ledger import SlotLedger
 from .step import NewRow, Step
+from .turns import turn
 
 
 class Scheduler:
@@ -38,7 +43,8 @@ class Scheduler:
     windows: one entry a layer group, the tokens that its queries see, None for all; see `layer_groups`. stream: what a
     row keeps where requests may be longer than max_model_len; see `kv_cache.attention_sinks`. max_prefill_tokens:
     the most prompt tokens in a step that also decodes, so that running streams never wait long. 0: only the step's own
-    limit applies. speculation: what drafts tokens, if anything does.
+    limit applies. speculation: what drafts tokens, if anything does. adapter_slots: the most adapters in one step.
+    stages: of a pipeline; see `turns`.
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class Scheduler:
         policy: Policy | None = None,
         pool: BlockPool | None = None,
         speculation: Speculation | None = None,
+        adapter_slots: int = 0,
+        stages: int = 1,
     ):
         self.max_num_batched_tokens, self.max_prefill_tokens = max_num_batched_tokens, max_prefill_tokens
         self.longest = max_model_len if stream is None else STREAM_TOKENS  # most tokens of a request
@@ -69,7 +77,7 @@ class Scheduler:
         self.tokens_run = self.generated = 0  # tokens that steps were launched with, and that requests got
         self.preemptions = self.corrupted = 0  # corrupted: requests ended because their logits are not numbers
         self.prefix_queries = self.prefix_hits = 0  # tokens looked up in the cache at admission, and found
-        self.speculation = speculation
+        self.speculation, self.adapter_slots, self.stages = speculation, adapter_slots, stages
         self._arrivals = 0
         self._start(BlockPool(num_blocks) if pool is None else pool)
 
@@ -92,12 +100,14 @@ class Scheduler:
         self.stop_ids = np.full((rows, 4), -1, np.int32)
         self.arrival = np.zeros(rows, np.int64)
         self.last_step = np.full(rows, -1, np.int64)  # the newest step that runs the row
-        self.matchers: dict[int, Matcher] = {}  # of rows with a grammar, which needs each token before the next
+        self.matchers: dict[int, Matcher] = {}  # of rows with a grammar
+        self.waits = np.zeros(rows, bool)  # whether each of the row's tokens must be read before it runs on
 
         self.order = np.zeros(0, np.int32)  # running rows, oldest request first
         self.waiting: list[Request] = []  # in the order in which they are to be admitted
         self._free_rows = list(range(rows - 1, -1, -1))
         self.fence = Fence()
+        self.slots = SlotLedger(self.adapter_slots)
         self._lacking: tuple[Request | None, int] = (None, 0)  # a waiting request, and the blocks that it waits for
         self._new_rows: list[NewRow] = []
 
@@ -166,15 +176,6 @@ class Scheduler:
         """Return how many tokens of a request are known, its prompt included."""
         return len(request.known) if request.row < 0 else int(self.confirmed[request.row])
 
-    def count_on_from(self, before: "Scheduler") -> None:
-        """Number steps and count events where another scheduler, of the same engine, ended."""
-        self.launched = self.read = before.launched
-        self.tokens_run, self.generated, self.preemptions = before.tokens_run, before.generated, before.preemptions
-        self.prefix_queries, self.prefix_hits = before.prefix_queries, before.prefix_hits
-        self.corrupted = before.corrupted
-        if self.speculation is not None and before.speculation is not None:
-            self.speculation.count_on_from(before.speculation)
-
     @property
     def in_flight(self) -> int:
         return self.launched - self.read
@@ -185,9 +186,13 @@ class Scheduler:
 
     # ---- choosing a step
 
+    continues_at_once = property(continues_at_once)
+
     def schedule(self) -> Step | None:
         """The next step, or None when nothing can be launched before a step in flight has been read."""
-        if self.speculation is not None and self.in_flight and waiting_for_drafts(self):
+        if (ahead := draft_ahead(self)) is not None:
+            return ahead
+        if self.speculation is not None and self.in_flight and self.stages == 1 and waiting_for_drafts(self):
             return None
         # Running requests go first, and preempt the last of them if blocks run out.
         rows, queries, budget = self._share_budget(self._runnable())
@@ -222,9 +227,8 @@ class Scheduler:
         rows = self.order
         known = self.known[rows]
         ready = (self.computed[rows] < known) & (known < self.limit[rows])
-        if self.matchers:
-            ready &= ~np.isin(rows, list(self.matchers)) | (known == self.confirmed[rows])
-        return rows[ready]
+        ready &= ~self.waits[rows] | (known == self.confirmed[rows])
+        return rows[ready] if self.stages == 1 else turn(self, rows[ready])
 
     def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """The rows to which the policy gives tokens, how many each, and what is left of the budget."""
@@ -252,21 +256,7 @@ class Scheduler:
         self.trace.grow(*entries)
         return True
 
-    def _release_hidden(self, rows: np.ndarray) -> None:
-        """Free the blocks that no later query of these rows can see, once the steps in flight have been read."""
-        if not self.tables.slides:
-            return
-        if self.speculation is not None:
-            # What a row's drafts hide comes back into sight if they are wrong.
-            rows = rows[~self.speculation.unread[rows]]
-        rows = rows[(self.tables.hidden(self.computed[rows]) > self.tables.gone[:, rows]).any(axis=0)]
-        for row in rows:
-            self._register(self.requests[row], int(self.computed[row]))  # what others may still find
-        holders, blocks = self.tables.expire(rows, self.computed[rows])
-        if len(blocks):
-            self.fence.hold(self.launched, blocks.tolist())
-            self.trace.release(holders, blocks, self.launched)
-            self._open_fence()
+    _release_hidden = release_hidden
 
     def _preempt(self) -> None:
         """Send the request that comes last back into the queue. Nothing is in flight: its tokens are all known."""
@@ -288,8 +278,12 @@ class Scheduler:
         if not self._shares(request) or request.params.prompt_logprobs is not None:
             return [[]] * self.tables.groups
         full = (len(request.known) - 1) // self.block_size
-        request.keys = prefix_keys(request.known, self.block_size, request.options.cache_key, request.keys)
+        request.keys = self._keys_of(request, request.known, request.keys)
         return self.tables.find_prefix(self.pool, request.keys[:full])
+
+    def _keys_of(self, request: Request, tokens: np.ndarray, known: list[bytes]) -> list[bytes]:
+        """Return the prefix keys of the first tokens of a request. known: those of its first blocks."""
+        return prefix_keys(tokens, self.block_size, request.cache_key, known, request.embeddings)
 
     def _launch(self, rows: np.ndarray, queries: np.ndarray, drafts: Drafts | None = None) -> Step:
         per_decode = 1 if drafts is None else drafts.queries_per_decode
@@ -321,23 +315,27 @@ class Scheduler:
 
     # ---- reading a step
 
-    def complete(self, step: Step, tokens: np.ndarray, accepted: np.ndarray | None = None) -> list[Request]:
+    def complete(
+        self, step: Step, tokens: np.ndarray, accepted: np.ndarray | None = None, found: np.ndarray | None = None
+    ) -> list[Request]:
         """Take in the tokens that `step` yielded, in its rows' order; returns the requests that ended.
 
         tokens: [samples] int, or with drafts [samples, most], of which the first `accepted` [samples] are the row's
-        next; -1: the row's logits are not numbers. Steps are read in the order they were launched.
+        next; -1: the row's logits are not numbers. found: [samples] drafts that the device has found, if it did. Steps
+        are read in the order they were launched.
         """
         assert step.number == self.read + 1, "steps are read in the order they were launched"
         self.read = step.number
         self.trace.arrived(step.number)
-        sampling, ended = step.sampling_rows, []
+        rows = step.sampling_rows
         if accepted is None:
-            tokens, accepted = tokens.reshape(-1, 1), np.ones(len(sampling), np.int64)
-        if step.drafts is not None:
+            tokens, accepted = tokens.reshape(-1, 1), np.ones(len(rows), np.int64)
+        if found is not None:
+            reject_ahead(self, step, accepted, found)
+        elif step.drafts is not None:
             self._reject(step, accepted)
-        for i in range(tokens.shape[1]):
-            going = (self.confirmed[sampling] > 0) & (accepted > i)  # rows that ended meanwhile have confirmed none
-            ended += self._confirm(sampling[going], tokens[going, i])
+        going = self.confirmed[rows] > 0  # rows that ended meanwhile have confirmed none
+        ended = self._confirm(rows[going], tokens[going], accepted[going])
         self._open_fence()
         return ended
 
@@ -356,26 +354,36 @@ class Scheduler:
         self.computed[rows] -= drafted - right
         self.trace.reject(rows, drafted - right)
 
-    def _confirm(self, rows: np.ndarray, sampled: np.ndarray) -> list[Request]:
-        """Append each row's next token; returns the requests that it ends."""
+    def _confirm(self, rows: np.ndarray, sampled: np.ndarray, accepted: np.ndarray) -> list[Request]:
+        """Append the first `accepted` [n] of each row's tokens [n, most]; returns the requests that they end."""
+        first = self.confirmed[rows]
         if self.stream and len(rows):
-            self._keep_tokens(int(self.confirmed[rows].max()))
-        self.tokens[rows, self.confirmed[rows]] = sampled
-        self.confirmed[rows] += 1
-        self.generated += len(rows)
-        stopped = (self.stop_ids[rows] == sampled[:, None]).any(axis=1)  # also by -1, no token, which pads stop_ids
+            self._keep_tokens(int(first.max()) + sampled.shape[1] - 1)
+        stops = (self.stop_ids[rows, None] == sampled[:, :, None]).any(axis=2)  # also by -1, no token, which pads them
+        if sampled.shape[1] == 1:
+            stopped, kept = stops[:, 0], accepted
+            self.tokens[rows, first] = sampled[:, 0]
+        else:
+            kept, order = np.minimum(accepted, self.limit[rows] - first), np.arange(sampled.shape[1])
+            stops &= order < kept[:, None]
+            stopped = stops.any(axis=1)
+            kept[stopped] = stops[stopped].argmax(axis=1) + 1
+            mine, order = np.nonzero(order < kept[:, None])
+            self.tokens[rows[mine], first[mine] + order] = sampled[mine, order]
+        self.confirmed[rows] = first + kept
+        self.generated += int(kept.sum())
         full = self.confirmed[rows] == self.limit[rows]
         ended = []
         for i in np.nonzero(stopped | full)[0]:
-            request = self.requests[rows[i]]
+            request, last = self.requests[rows[i]], int(sampled[i, kept[i] - 1])
             assert request is not None, "rows that ended have confirmed none"
-            if sampled[i] < 0:
+            if last < 0:
                 self.confirmed[rows[i]] -= 1
                 self.generated -= 1
                 if not self.fail(request):
                     continue
             elif stopped[i]:
-                self.finish(request, "stop", int(sampled[i]))
+                self.finish(request, "stop", last)
             else:
                 self.finish(request, "length")
             ended.append(request)
@@ -428,16 +436,15 @@ class Scheduler:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stops)] = stops
         request.registered = computed // self.block_size
+        self.waits[row] = self.stages > 1 or request.matcher is not None
         if request.matcher is not None:
             self.matchers[row] = request.matcher
         if self.speculation is not None:
-            self.speculation.occupy(row, request.options.speculate)
+            self.speculation.occupy(row, self.speculation.takes(request), needs_no_host(request))
         self.arrival[row] = request.arrival
         index = int(np.searchsorted(self.arrival[self.order], request.arrival))
         self.order = np.insert(self.order, index, row)
-        self._new_rows.append(
-            NewRow(row, request.known, len(request.prompt), request.params, request.seed, request.stop_ids)
-        )
+        self._new_rows.append(NewRow.of(request, self.slots.take(request.load)))
         return row
 
     def _vacate(self, request: Request) -> None:
@@ -448,6 +455,7 @@ class Scheduler:
         request.row, self.requests[row] = -1, None
         self.confirmed[row] = self.known[row] = self.limit[row] = 0
         self.matchers.pop(row, None)
+        self.slots.give(request.load)
         self.order = self.order[self.order != row]
         self.fence.hold(int(self.last_step[row]), self.tables.vacate(row), row)
         self._open_fence()
@@ -469,7 +477,7 @@ class Scheduler:
         if full <= request.registered or not self._shares(request):
             return
         known = self.tokens[row, : full * self.block_size]
-        request.keys = prefix_keys(known, self.block_size, request.options.cache_key, request.keys[:full])
+        request.keys = self._keys_of(request, known, request.keys[:full])
         keys: dict[int, bytes] = {}
         for group, gone in enumerate(self.tables.gone[:, row].tolist()):
             first = max(request.registered, gone)
@@ -480,35 +488,4 @@ class Scheduler:
         self.trace.register(self.pool, row, keys)
         request.registered = full
 
-    # ---- what a scheduler finds out about itself
-
-    def check(self) -> None:
-        """Raise AssertionError unless every block and every row is accounted for."""
-        running = [request for request in self.requests if request is not None]
-        assert sorted(self.order.tolist()) == sorted(request.row for request in running), "order lost a row"
-        tables = [self.tables.of(request.row).tolist() for request in running]
-        self.pool.check(block for blocks in [*tables, self.fence.blocks] for block in blocks)
-        rows = [r.row for r in running] + self.fence.rows + self._free_rows
-        assert sorted(rows) == list(range(len(self.requests))), "a row is lost or counted twice"
-        for request in running:
-            row = request.row
-            assert self.computed[row] <= self.known[row], f"row {row}: tokens out of order"
-            assert self.confirmed[row] <= self.known[row] <= self.limit[row], f"row {row}: too many tokens"
-            self.tables.check(row, int(self.computed[row]))
-        assert all(request.row == -1 for request in self.waiting), "a waiting request holds a row"
-
-    def _stuck(self, refusal: Refusal | None) -> Exception:
-        """Return the error to raise if work waits, nothing is in flight, and nothing may run."""
-        refused_by = refusal.by if refusal is not None and len(self._runnable()) == 0 else "share"
-        counts = f"nothing is in flight, {len(self.order)} requests have a row, {len(self.waiting)} wait"
-        if refused_by == "blocks":
-            return BlockPoolError(
-                f"{_name(self.pool)} has lost blocks: {counts}, and only "
-                f"{self.pool.available} of {self.pool.num_blocks} blocks are available"
-            )
-        return PolicyError(f"policy {_name(self.policy)}: {refused_by} lets nothing run; {counts}")
-
-
-def _name(part: object) -> str:
-    """Return a part's class name; for a user-supplied part not the wrapper's, but its own."""
-    return getattr(part, "name", type(part).__name__)
+    check, count_on_from, _stuck = accounts.check, accounts.count_on_from, accounts.stuck

@@ -1,10 +1,13 @@
 """A step, as the scheduler hands it to what runs it.  Lesson 10."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 
-from minillm.request import SamplingParams
+from minillm.prompts import Embeddings
+from minillm.request import Request, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,11 +20,19 @@ class NewRow:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    adapter: tuple[int, int] = (0, 0)  # the number of its load, and its slot; 0: none
+    embeddings: Embeddings | None = None  # of its prompt
+
+    @classmethod
+    def of(cls, request: Request, slot: int) -> Self:
+        """Return the new row of a request. slot: of its adapter."""
+        prompt, params, ends, adapter = len(request.prompt), request.params, request.stop_ids, (request.load, slot)
+        return cls(request.row, request.known, prompt, params, request.seed, ends, adapter, request.embeddings)
 
 
 @dataclass
 class Step:
-    """One launch: for each row, the span of its tokens that runs. Decoding rows come first.
+    """One run of the model: for each row, a span of its tokens. Decoding rows come first.
 
     It is a message: it holds values only, and all that running it needs is in it and in the steps before it. So steps
     can be sent to another process.
@@ -39,6 +50,9 @@ class Step:
     moved: np.ndarray | None = None  # [n] of streams: blocks that the rows have freed, which no table has any more
     # Drafted tokens that the rows run after their newest: [n, most] int32, -1 for none; None: the step has no drafts.
     drafts: np.ndarray | None = None
+    # [n] bool of a step whose drafts the device finds, `drafts` being 0 for each that a row may have: whether the row
+    # starts at `starts`. If not, it starts where the device has counted to, there or before, and so do its `ends`.
+    lookup: np.ndarray | None = None
     # Rows whose next tokens a grammar restricts: for each token that they yield, one bit a token of the vocabulary, as
     # `grammar.Matcher` has them, [yielded, bytes].
     masks: dict[int, np.ndarray] = field(default_factory=dict)
@@ -60,7 +74,7 @@ class Step:
         """[samples] int32: `ends` of the sampling rows, which are the positions of their new tokens."""
         return self.ends[self.samples]
 
-    @property
+    @cached_property
     def drafted(self) -> np.ndarray:
         """[n] int32: how many of each row's queries are drafts, which are its last ones."""
         if self.drafts is None:
@@ -78,12 +92,12 @@ class Step:
         yields = self.drafted[self.samples] + 1
         return np.repeat(last - np.cumsum(yields) + 1, yields) + np.arange(yields.sum())
 
-    @property
+    @cached_property
     def token_rows(self) -> np.ndarray:
         """[tokens] int32: the row of each token that the step yields."""
         return self.sampling_rows if self.drafts is None else np.repeat(self.rows, self.samples * (self.drafted + 1))
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every row decodes, and samples a token."""
+        """Return whether every row decodes, and samples a token."""
         return self.decodes == len(self.rows) and bool(self.samples.all())

@@ -34,13 +34,16 @@ class ServerOptions(EngineOptions, total=False):
     keep_alive_timeout: float
     shutdown_grace: float
     api_key: str | None
+    enable_prompt_embeds: bool
     hang_timeout: float
     load_timeout: float
+    adapter_folder: str | None
+    max_adapters: int
 
 
 @dataclass(frozen=True)
 class ServerConfig(Options):
-    """How a server treats its clients."""
+    """Says how a server treats its clients."""
 
     log_level: str = option("info", ", ".join(LOG_LEVELS[:-1]) + f" or {LOG_LEVELS[-1]}", choices=LOG_LEVELS)
     log_format: str = option(
@@ -97,6 +100,10 @@ class ServerConfig(Options):
     api_key: str | None = option(
         None, "a key that clients have to send, except for health and metrics", envvar="MINILLM_API_KEY"
     )
+    enable_prompt_embeds: bool = option(
+        False,
+        "accept prompt_embeds in /v1/completions: embeddings instead of tokens, as a tensor that torch.save wrote",
+    )
     hang_timeout: float = option(
         300.0,  # a large model's long prompt may take a minute on a CPU
         "seconds in the same step, or without a sign of life, after which the engine is ended and started anew; so is "
@@ -107,6 +114,17 @@ class ServerConfig(Options):
         1800.0,  # a model of hundreds of gigabytes, quantized while it loads from a slow disk
         "seconds from the engine's start until it must have loaded the model, or it is ended and started anew",
         above=0,
+    )
+    adapter_folder: str | None = option(
+        None,
+        "a folder whose directories clients may load as adapters while the server runs, at /v1/load_lora_adapter; "
+        "default: they may load none. LoRA also takes --max-loras. Not with --replicas",
+    )
+    max_adapters: int = option(
+        64,
+        "adapters that may be loaded, with those given at the start; clients can load no more, until one is unloaded. "
+        "Each is kept in this machine's memory",
+        least=1,
     )
 
 

@@ -23,13 +23,15 @@ From a worker:
     moved       choices: how many went on in another engine, as theirs had ended
     tell        what: an object for all other workers
 From the owner of the engine's process:
-    worker      a socket: the connection to a worker
+    worker      a socket: the connection to a worker; id: what the owner calls that worker, if it does
     stop        abort what runs and exit
 From the engine's process:
     ready       model: its name for clients; counted: metric families; it is loaded
     failed      why: the error that ends it
     beat        working: seconds that it has been busy with the same step; 0 if it waits for requests; counted: metric
                 families; stats: the engine's numbers, and its rows
+    adapters    changes: the adapters that clients have loaded and unloaded, which the next engine has to load too
+    left        id: that of a worker whose connection is closed
 """
 
 import base64
@@ -44,8 +46,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+from minillm.folders import import_path
 
 log = logging.getLogger(__name__)
 CHUNK = 1 << 16  # bytes per read
@@ -125,14 +128,14 @@ def _guarded(callback: Callable[..., None], *arguments: Any) -> None:
 class Child:
     """A process of the server that this one owns.
 
-    module: what it runs, with `python -m`. given: JSON values for it. sockets: sockets for it, by name; they stay open
-    here too. files: descriptors that it inherits under the same numbers. Raises OSError.
+    module: what it runs, with `python -m`. arguments: JSON values for it. sockets: sockets for it, by name; they stay
+    open here too. files: descriptors that it inherits under the same numbers. Raises OSError.
     """
 
     def __init__(
         self,
         module: str,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
         sockets: dict[str, socket.socket] | None = None,
         files: Iterable[int] = (),
     ):
@@ -144,10 +147,10 @@ class Child:
                     # -P: no file in the current directory can shadow a module.
                     [sys.executable, "-P", "-m", module],
                     stdin=subprocess.PIPE,
-                    env=GIVE_BACK | os.environ | {"PYTHONPATH": _import_path()},
+                    env=GIVE_BACK | os.environ | {"PYTHONPATH": import_path()},
                     **_inherited([*(each.fileno() for each in handed.values()), *files]),
                 )
-                line = given | {name: share(each, self.process.pid) for name, each in handed.items()}
+                line = arguments | {name: share(each, self.process.pid) for name, each in handed.items()}
                 stdin = self.process.stdin
                 assert stdin is not None, "stdin is a pipe"
                 with suppress(BrokenPipeError), stdin:  # it is already dead; the control socket will show it
@@ -176,10 +179,10 @@ class Child:
             self.process.wait()
 
 
-def given() -> dict[str, Any]:
+def arguments() -> dict[str, Any]:
     """Return what a child's owner has written for it, with its control socket opened."""
-    found = json.loads(sys.stdin.readline())
-    return found | {"control": Control(opened(found["control"]))}
+    line = json.loads(sys.stdin.readline())
+    return line | {"control": Control(opened(line["control"]))}
 
 
 def share(sock: socket.socket, pid: int | None) -> int | str:
@@ -189,12 +192,12 @@ def share(sock: socket.socket, pid: int | None) -> int | str:
     return sock.fileno()
 
 
-def opened(given: int | str) -> socket.socket:
-    if isinstance(given, int):
-        return socket.socket(fileno=given)
+def opened(shared: int | str) -> socket.socket:
+    if isinstance(shared, int):
+        return socket.socket(fileno=shared)
     if sys.platform == "win32":
-        return socket.fromshare(base64.b64decode(given))
-    raise ValueError(f"cannot open socket {given!r}: only Windows shares sockets as data")
+        return socket.fromshare(base64.b64decode(shared))
+    raise ValueError(f"cannot open socket {shared!r}: only Windows shares sockets as data")
 
 
 def _inherited(files: list[int]) -> dict[str, Any]:
@@ -202,9 +205,3 @@ def _inherited(files: list[int]) -> dict[str, Any]:
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
     return {"pass_fds": files, "process_group": 0}
-
-
-def _import_path() -> str:
-    """Return this process's import path, so that a child imports the same minillm."""
-    places = [place for place in sys.path if place and not place.endswith(".zip")]
-    return os.pathsep.join([*places, str(Path(__file__).parents[2])])

@@ -15,13 +15,13 @@ Families = list[list]
 
 def summed(*each: Families) -> Families:
     """Return the sum of counters and histograms, sample by sample."""
-    found: dict[str, tuple[list, dict[tuple, list]]] = {}
+    totals: dict[str, tuple[list, dict[tuple, list]]] = {}
     for name, kind, text, samples in (family for families in each for family in families):
-        family, sums = found.setdefault(name, ([name, kind, text], {}))
+        family, sums = totals.setdefault(name, ([name, kind, text], {}))
         for sample, labels, value in samples:
-            place = sums.setdefault((sample, *sorted(labels.items())), [sample, labels, 0])
-            place[2] += value
-    return [[*family, list(sums.values())] for family, sums in found.values()]
+            total = sums.setdefault((sample, *sorted(labels.items())), [sample, labels, 0])
+            total[2] += value
+    return [[*family, list(sums.values())] for family, sums in totals.values()]
 
 
 class Ledger:

@@ -9,16 +9,16 @@ class TooLong(InvalidRequest):
     """A prompt that leaves no room for output."""
 
 
-def room(tokens: int, limit: int, name: str = "prompt", least: int = 1) -> None:
+def check_length(tokens: int, limit: int, name: str = "prompt", least: int = 1) -> None:
     """Reject a prompt unless it and `least` tokens of output have at most `limit` tokens together. Raises TooLong."""
     if tokens + least > limit:
         reason = f"has {tokens} tokens, but prompt and output together have at most {limit}"
         raise TooLong(f"{name} {reason}{', at least one for output' if least else ''}: shorten it")
 
 
-def one_of(count: int, place: int) -> str:
-    """Return a prompt's name in messages: with its place, from 0, if a request has several."""
-    return "prompt" if count == 1 else f"prompt {place}"
+def one_of(count: int, index: int) -> str:
+    """Return a prompt's name in messages: with its index if a request has several."""
+    return "prompt" if count == 1 else f"prompt {index}"
 
 
 def readable(characters: int, limit: int, name: str = "prompt") -> None:

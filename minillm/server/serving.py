@@ -86,8 +86,8 @@ def serve(
             from .engine_side.engine_process import packed
 
             choice = {"model": model, "profile": profile, "name": served_model_name}
-            given = packed(choice | {"engine": engine_options, "config": config})
-            supervisor = Supervisor(fleet, given, config.hang_timeout, config.load_timeout)
+            arguments = packed(choice | {"engine": engine_options, "config": config})
+            supervisor = Supervisor(fleet, arguments, config.hang_timeout, config.load_timeout)
             try:
                 supervisor.start()
                 announce(supervisor.model, url)

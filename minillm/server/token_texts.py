@@ -13,7 +13,7 @@ Shown = tuple[str, list[int] | None]  # a string, and the UTF-8 bytes that the t
 
 
 class TokenText(NamedTuple):
-    """What is shown of a token."""
+    """A token as it is shown."""
 
     piece: str  # as the vocabulary has it: "▁is", "Ġis"
     inside: Shown  # in a text: " is"
@@ -41,8 +41,8 @@ class TokenTexts:
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 
     def shown(self, token: int, first: bool = False) -> Shown:
-        found = self.of(token)
-        return found.first if first else found.inside
+        text = self.of(token)
+        return text.first if first else text.inside
 
     def unknown(self, tokens: Iterable[int]) -> list[int]:
         """Return the tokens that are not cached and cannot be looked up, because there is no tokenizer."""

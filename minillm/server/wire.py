@@ -10,14 +10,19 @@ engine's process need not decode text; and in the engine, for requests without a
 process has the tokenizer.
 """
 
+import base64
 import json
 import struct
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from minillm.errors import MinillmError
+from minillm.prompts import EmbeddedPrompt
+from minillm.prompts.embeddings import precision
 from minillm.values import shown
 
 from .config import ServerConfig
@@ -41,6 +46,14 @@ class PromptForm(NamedTuple):
     length: int | None  # of its ids among the numbers; None: only the engine's process can tokenize
     text: str | None = None
     special: bool = True  # whether the tokenizer adds its special tokens
+    values: str = ""  # base64 of its embeddings [n, hidden], in `prompts.embeddings.precision` of the model's dtype
+
+    def embedded(self, ids: np.ndarray, hidden_size: int, dtype: str) -> np.ndarray | EmbeddedPrompt:
+        """Return its ids [tokens], or those with its embeddings, if it has any."""
+        if not self.values:
+            return ids
+        values = np.frombuffer(base64.b64decode(self.values), precision(dtype))
+        return EmbeddedPrompt(ids.astype(np.int32), values.reshape(-1, hidden_size))
 
 
 class Failure(NamedTuple):
@@ -52,7 +65,7 @@ class Failure(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a choice gained, if that is anything but one token alone. The fields that most events have come first."""
+    """A choice's progress, if that is anything but one token alone. The fields that most events have come first."""
 
     key: int
     ids: list[int]
@@ -68,7 +81,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an HTTP worker needs to know about the engine."""
+    """Describes the engine to an HTTP worker."""
 
     name: str  # the model's name for clients
     encodes: bool  # whether text can be tokenized at all, in this process or the engine's
@@ -80,8 +93,12 @@ class EngineFacts:
     capacity: int  # most choices that may run or wait in the server
     config: ServerConfig  # without the key
     api_key: str | None = None  # what `config.digest` returned for the server's key, if it has one
+    hidden_size: int = 0  # numbers in an embedding
     block_size: int = 0  # tokens in a block of the cache
     prefix_blocks: int = 0  # blocks that the cache can hold of prefixes; 0 if it keeps none
+    takes_adapters: bool = False  # whether requests may name adapters as their model
+    adapters: dict[str, int] = field(default_factory=dict)  # of the start: the number of each load, 0 for soft prompts
+    cache_dtype: str = ""  # of keys and values: a dtype, or int8 or fp8
 
 
 # ---- from a worker
@@ -145,6 +162,26 @@ class State(Question[str]):
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters(Question[list[str]]):
+    """Ask for the names of the adapters that are loaded now."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter(Question[None]):
+    """Load an adapter under a name. directory: within the server's folder of adapters."""
+
+    name: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter(Question[None]):
+    """Forget an adapter."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class RenderChat(Question[str]):
     """Ask for a conversation in the chat template. This and what follows: only where workers have no tokenizer."""
 
@@ -205,7 +242,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """What choices gained in a step. A step sends all of its tokens for a worker in one message."""
+    """The progress of choices in a step. A step sends all of its tokens for a worker in one message."""
 
     events: list[Event]
     numbers: array  # key and token of each choice that gained one token and nothing else
@@ -237,10 +274,12 @@ Message = FromWorker | FromEngine
 # ---- on the socket
 
 _QUESTIONS: dict[str, type[Question]] = {
-    each.__name__: each for each in (Alive, Gauges, State, RenderChat, Encode, Decode, ShowTokens, Offsets)
+    each.__name__: each
+    for each in (Alive, Gauges, State, Adapters, LoadAdapter, UnloadAdapter)
+    + (RenderChat, Encode, Decode, ShowTokens, Offsets)
 }
 _NAMES = {
-    kind: [field.name for field in fields(kind) if field.name != "numbers"]
+    kind: [each.name for each in fields(kind) if each.name != "numbers"]
     for kind in (Submit, Abort, Stopped, Ask, Hello, Encoded, Deltas, Refused, Reply, *_QUESTIONS.values())
 }
 _NONE = array(NUMBER)

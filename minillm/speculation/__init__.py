@@ -10,10 +10,10 @@ without speculation, whatever the sampling parameters are, and a draft needs no 
 Who drafts, and how many tokens, belongs here. Sampling and comparing them does not (`runner`).
 """
 
-from .control import Speculation
+from .control import Speculation, every_draft_runs
 from .ngram import NgramProposer
 from .proposer import Asked, Proposer, ProposerError
 
-__all__ = ["PROPOSERS", "Asked", "NgramProposer", "Proposer", "ProposerError", "Speculation"]
+__all__ = ["PROPOSERS", "Asked", "NgramProposer", "Proposer", "ProposerError", "Speculation", "every_draft_runs"]
 
 PROPOSERS = {"ngram": NgramProposer}  # by the engine's option `speculate`

@@ -1,4 +1,4 @@
-"""How long steps take, by the tokens they run: measured while the engine works."""
+"""Measure how long steps take, by the tokens they run, while the engine works."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ MOST = 2.0  # times the entry: a step that took longer was disturbed, and counts
 
 
 class Costs:
-    """Tables of seconds: of steps without drafts, of steps with some, which may run without CUDA graphs, and, if the
+    """Tables of seconds: of steps without drafts, of steps with some, which cannot be launched ahead, and, if the
     proposer is slow, of drafting one token for each row.
     """
 
@@ -55,7 +55,7 @@ class Costs:
         known = np.flatnonzero(self._seen[1] >= SEEN)
         known = known[known >= first]
         begin = slice(int(first in known), None)  # one entry may have both kinds of steps
-        entries = np.array([_entry(int(count)) for count in tokens])
+        entries = np.where(tokens <= EXACT, tokens, EXACT + (4 * np.log2(tokens / EXACT)).astype(int))
         seconds = np.interp(entries, [first, *known][begin], [plain, *self._seconds[1, known]][begin])
         return np.maximum(seconds, plain)
 

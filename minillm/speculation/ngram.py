@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minillm.prompts import EMBEDDED
+
 from .proposer import Asked
 
 SIZES = (8, 4, 2)  # n, longest first
-BASE = 0x9E3779B97F4A7C15  # odd; an n-gram's hash is a polynomial in it
-WORD = (1 << 64) - 1
-IN_BULK = 32  # new tokens from which NumPy computes their hashes faster than a loop
+IN_BULK = 32  # new tokens from which their n-grams are hashed together, not one by one
 
 
 class NgramProposer:
@@ -36,7 +36,7 @@ class NgramProposer:
 
 
 class NgramIndex:
-    """Where each n-gram of one request was seen last: hash -> index of the token after it.
+    """Remembers where each n-gram of one request was seen last: hash -> index of the token after it.
 
     Different n-grams with equal hashes only make a worse draft.
     """
@@ -58,14 +58,16 @@ class NgramIndex:
                     after[_hash(recent[end + 1 - size - first : end + 1 - first])] = end + 1
         self._seen = max(self._seen, count - 1)
         for size, after in zip(SIZES, self._after, strict=True):
-            if count > size and (place := after.get(_hash(recent[len(recent) - size :]))) is not None:
-                return self._repeated(tokens, place, most)
+            if count > size and (start := after.get(_hash(recent[len(recent) - size :]))) is not None:
+                return self._repeated(tokens, start, most)
         return []
 
     @staticmethod
-    def _repeated(tokens: np.ndarray, place: int, most: int) -> list[int]:
-        """The tokens from `place` on; where they run into the end of the text, its last tokens go on in a circle."""
-        drafts = tokens[place : place + most].tolist()
+    def _repeated(tokens: np.ndarray, start: int, most: int) -> list[int]:
+        """The tokens from `start` on; where they run into the end of the text, its last tokens go on in a circle."""
+        drafts = tokens[start : start + most].tolist()
+        if EMBEDDED in drafts:  # a prompt's embeddings are no tokens
+            return drafts[: drafts.index(EMBEDDED)]
         period = len(drafts)
         while len(drafts) < most:
             drafts.append(drafts[len(drafts) - period])
@@ -73,21 +75,12 @@ class NgramIndex:
 
     def _learn(self, tokens: np.ndarray) -> None:
         """Add all n-grams that end after the known ones and before the last token."""
-        values = tokens.astype(np.uint64)
         for size, after in zip(SIZES, self._after, strict=True):
-            first = max(self._seen + 1 - size, 0)  # where the first new n-gram begins
-            count = len(tokens) - size - first  # of new n-grams
-            if count <= 0:
-                continue
-            hashes = np.zeros(count, np.uint64)
-            for i in range(size):
-                hashes = hashes * np.uint64(BASE) + values[first + i : first + i + count]
-            after.update(zip(hashes.tolist(), range(first + size, first + size + count), strict=True))
+            values = tokens[max(self._seen + 1 - size, 0) : -1].tolist()
+            ngrams = zip(*(values[i:] for i in range(size)), strict=False)
+            after.update(zip(map(hash, ngrams), range(len(tokens) - len(values) - 1 + size, len(tokens)), strict=False))
         self._seen = len(tokens) - 1
 
 
 def _hash(ngram: list[int]) -> int:
-    value = 0
-    for token in ngram:
-        value = (value * BASE + token) & WORD
-    return value
+    return hash(tuple(ngram))

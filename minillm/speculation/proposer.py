@@ -1,4 +1,4 @@
-"""What drafts tokens: the interface of every proposer.  Lesson 13."""
+"""The interface of every proposer, which drafts tokens.  Lesson 13."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Asked:
     """A request that can take drafts."""
 
     request_id: str
-    tokens: np.ndarray  # [n] int32: its prompt and output so far, read-only
+    tokens: np.ndarray  # [n] int32: its prompt and output so far, read-only; -1 where the prompt has an embedding
     most: int  # drafts that it can take, from 1
     # How its own tokens are sampled, for proposers that sample drafts.
     params: SamplingParams = SamplingParams()

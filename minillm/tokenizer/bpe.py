@@ -71,10 +71,10 @@ class BPE:
         the cache even if the file has no pre-tokenizer, like Gemma's. Characters outside the vocabulary stay together,
         since they may become one unknown token."""
         start = 0
-        for place, pair in enumerate(pairwise(piece), 1):
+        for end, pair in enumerate(pairwise(piece), 1):
             if pair not in self._joinable and pair[0] in self.vocab and pair[1] in self.vocab:
-                yield piece[start:place]
-                start = place
+                yield piece[start:end]
+                start = end
         yield piece[start:]
 
     def _encode_word(self, word: str) -> list[int]:
@@ -109,7 +109,7 @@ class BPE:
 def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     """Join adjacent pairs, lowest rank first and leftmost among equals, until no pair has a rank.  Lesson 01.
 
-    symbols: tokens; ranks: pair of tokens -> its place among the merges. Returns the joined tokens.
+    symbols: tokens; ranks: pair of tokens -> its index among the merges. Returns the joined tokens.
 
     Scanning for the best pair after each merge takes time quadratic in the number of symbols. Here a linked list holds
     the symbols, each rank has a queue of the positions of its pair, and a heap gives the next rank. A merge makes at
@@ -121,19 +121,19 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
     symbols = [*symbols, ""]  # "" is in no pair: it marks the end, and symbols that were joined to others
     following = list(range(1, n + 2))
     previous = list(range(-1, n))
-    places: defaultdict[int, deque[int]] = defaultdict(deque)  # rank -> left symbols
+    positions: defaultdict[int, deque[int]] = defaultdict(deque)  # rank -> left symbols
     for left in range(n - 1):
         rank = ranks.get((symbols[left], symbols[left + 1]))
         if rank is not None:
-            places[rank].append(left)
-    waiting = list(places)
+            positions[rank].append(left)
+    waiting = list(positions)
     heapq.heapify(waiting)
     while waiting:
         rank = waiting[0]
-        if not places[rank]:
-            del places[heapq.heappop(waiting)]
+        if not positions[rank]:
+            del positions[heapq.heappop(waiting)]
             continue
-        left = places[rank].popleft()
+        left = positions[rank].popleft()
         right = following[left]
         # A position is out of date if one of its symbols has since been joined to another.
         if ranks.get((symbols[left], symbols[right])) != rank:
@@ -145,14 +145,14 @@ def merge(symbols: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:
         for first, second in ((previous[left], left), (left, after)):
             new = ranks.get((symbols[first], symbols[second])) if first >= 0 else None
             if new is not None:
-                if new not in places:
+                if new not in positions:
                     heapq.heappush(waiting, new)
-                places[new].append(first)
+                positions[new].append(first)
     return [symbol for symbol in symbols if symbol]
 
 
 class _Merging(Parts):
-    """What `using` can replace in this module."""
+    """The functions of this module that `using` can replace."""
 
     bpe_merge: Callable[[list[str], dict[tuple[str, str], int]], list[str]]
 

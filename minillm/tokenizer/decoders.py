@@ -64,7 +64,7 @@ class Decoder:
         return self._run([], methodcaller("settle"))
 
     def peek(self, end: str = "settle") -> str:
-        """What `settle` (or "finish") would return, while still holding it back."""
+        """Return what `settle` (or "finish") would, while still holding it back."""
         if not any(stage.held for stage in self._stages):
             return ""
         twin = copy.copy(self)
@@ -73,7 +73,7 @@ class Decoder:
 
     @property
     def needs_all(self) -> bool:
-        """Whether a token's text may depend on any earlier token, however far back."""
+        """Return whether a token's text may depend on any earlier token, however far back."""
         return any(isinstance(stage, _Whole) for stage in self._stages)
 
     def _run(self, tokens: Iterable[str], end: Callable[[Stage], list[str]] = lambda stage: []) -> str:
@@ -85,23 +85,23 @@ class Decoder:
 
 def byte_of(token: str) -> bytes | None:
     """The byte that a token like "<0xE2>" stands for, None for other tokens."""
-    found = _BYTE_TOKEN.fullmatch(token) if len(token) == 6 else None
-    return bytes.fromhex(found[1]) if found else None
+    match = _BYTE_TOKEN.fullmatch(token) if len(token) == 6 else None
+    return bytes.fromhex(match[1]) if match else None
 
 
 def tokens_bytes(spec: Spec | None, tokens: Sequence[str]) -> list[bytes]:
     """The bytes that each token adds inside a text. Byte tokens and byte-level tokens may hold parts of a character."""
     steps = _flatten(spec) if spec else []
     kinds = {step["type"] for step in steps}
-    found: dict[str, bytes] = {}
+    by_token: dict[str, bytes] = {}
     if "ByteFallback" in kinds:
-        found = {token: byte for token in tokens if len(token) == 6 and (byte := byte_of(token)) is not None}
+        by_token = {token: byte for token in tokens if len(token) == 6 and (byte := byte_of(token)) is not None}
     if "ByteLevel" in kinds:
         for token in tokens:
-            if token not in found and all(character in _BYTES for character in token):
-                found[token] = bytes(map(_BYTES.__getitem__, token))
+            if token not in by_token and all(character in _BYTES for character in token):
+                by_token[token] = bytes(map(_BYTES.__getitem__, token))
     # All others in one text, with a mark around each: a decoder may change the start and the end of a text.
-    others = [token for token in tokens if token not in found]
+    others = [token for token in tokens if token not in by_token]
     joined = "".join(others)
     mark = next(character for character in map(chr, range(0xE000, 0xF900)) if character not in joined)
     pieces = [mark, *(piece for token in others for piece in (token, mark))]
@@ -109,7 +109,7 @@ def tokens_bytes(spec: Spec | None, tokens: Sequence[str]) -> list[bytes]:
         pieces = ["".join(pieces)]  # the same text, sooner
     gap = len(_decoded(spec, [mark, mark])) - 2 * len(mark.encode())  # bytes that join two tokens without a decoder
     decoded = (each[: len(each) - gap] for each in _decoded(spec, pieces).split(mark.encode())[1:-1])
-    return [found[token] if token in found else next(decoded) for token in tokens]
+    return [by_token[token] if token in by_token else next(decoded) for token in tokens]
 
 
 def _decoded(spec: Spec | None, tokens: Sequence[str]) -> bytes:

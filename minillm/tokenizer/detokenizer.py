@@ -41,14 +41,14 @@ class StreamingDetokenizer:
 
     def _last_tokens(self, ids: Sequence[int]) -> list[str]:
         """The tokens at the end of `ids` that bring a new decoder into the state that all of them would."""
-        found: list[str] = []
+        withheld: list[str] = []
         left = len(ids) if self._decoder.needs_all else CONTEXT
         for token in self._tokenizer.visible_tokens(reversed(ids), self._skip_special_tokens):
-            found.append(token)
+            withheld.append(token)
             left -= byte_of(token) is None
             if not left:
                 break
-        return found[::-1]
+        return withheld[::-1]
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that these ids complete, possibly empty."""

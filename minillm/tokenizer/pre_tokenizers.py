@@ -142,7 +142,7 @@ def _metaspace(spec: Spec) -> PreTokenizer:
 
 
 def prepend_scheme(spec: Spec) -> str:
-    """When a Metaspace adds its mark before a text: "always", "first" or "never". Older files have a boolean."""
+    """Return when a Metaspace adds its mark before a text: "always", "first" or "never". Older files have a boolean."""
     return spec.get("prepend_scheme") or ("always" if spec.get("add_prefix_space", True) else "never")
 
 

@@ -26,7 +26,7 @@ UNKNOWN = -1  # the id of a token that is defined without one
 
 @dataclass
 class Settings:
-    """What these files say. tokens: to be added after those of `tokenizer.json`; special: name -> token."""
+    """The content of these files. tokens: to be added after those of `tokenizer.json`; special: name -> token."""
 
     tokens: list[AddedToken] = field(default_factory=list)
     special: dict[str, str] = field(default_factory=dict)
@@ -40,18 +40,18 @@ def read_settings(file_tokens: list[AddedToken], config: Spec, special_map: Spec
     if config.get("split_special_tokens"):
         raise TokenizerError("tokenizer_config.json sets split_special_tokens, which is not supported: remove it")
     old = "added_tokens_decoder" not in config
-    given, names = config.get(EXTRA) or config.get(OLD_EXTRA, config.get(EXTRA)), {}
-    if isinstance(given, dict):  # more names
-        names, given = given, config.get(OLD_EXTRA) if config.get(EXTRA) else None
+    extra_tokens, names = config.get(EXTRA) or config.get(OLD_EXTRA, config.get(EXTRA)), {}
+    if isinstance(extra_tokens, dict):  # more names
+        names, extra_tokens = extra_tokens, config.get(OLD_EXTRA) if config.get(EXTRA) else None
     names = {name: value for name, value in config.items() if _is_more(name) and isinstance(value, str)} | names
     if old:
         listed = special_map.get(EXTRA)
         if isinstance(listed, list):
-            given = [*(given or ()), *listed]
-        elif given is None:
-            given = special_map.get(OLD_EXTRA)
+            extra_tokens = [*(extra_tokens or ()), *listed]
+        elif extra_tokens is None:
+            extra_tokens = special_map.get(OLD_EXTRA)
         config = config | special_map
-    extra = list(given or ())
+    extra = list(extra_tokens or ())
     more = {name: value for name, value in config.items() if _is_more(name) and name not in names} | names
     every = {name: config.get(name) for name in NAMED} | more
     special = {name: value for name, value in every.items() if isinstance(value, (str, dict))}
@@ -79,14 +79,14 @@ def with_ids(
 
     Raises TokenizerError for an id that contradicts the vocabulary, or is not the next free one.
     """
-    found: dict[str, AddedToken] = {}
+    by_content: dict[str, AddedToken] = {}
     normalized: set[str] = set()
     free = len(vocab)
     for from_file, token in [*((True, each) for each in file_tokens), *((False, each) for each in more)]:
         content = token.content
         if not content:
             continue
-        before = found.get(content)
+        before = by_content.get(content)
         id = before.id if before else vocab.get(content, free)
         new = before is None and content not in vocab
         if token.id not in (id, UNKNOWN) and (new or from_file):
@@ -95,10 +95,10 @@ def with_ids(
                 "one of the tokenizer's files is damaged, or was edited in one place only"
             )
         free = max(free, id + 1)
-        found[content] = replace(token, id=id, special=token.special or bool(before and before.special))
+        by_content[content] = replace(token, id=id, special=token.special or bool(before and before.special))
         if token.normalized:
             normalized.add(content)
-    return list(found.values()), normalized
+    return list(by_content.values()), normalized
 
 
 def _is_more(name: str) -> bool:
@@ -115,6 +115,6 @@ def _content(value: str | Spec) -> str:
 
 
 def _token(id: int, value: str | Spec, special: bool = False) -> AddedToken:
-    given: dict[str, Any] = {} if isinstance(value, str) else {k: v for k, v in value.items() if k != "__type"}
-    flags: dict[str, Any] = {"content": _content(value), "special": special} | given
+    own: dict[str, Any] = {} if isinstance(value, str) else {k: v for k, v in value.items() if k != "__type"}
+    flags: dict[str, Any] = {"content": _content(value), "special": special} | own
     return AddedToken(**{"id": id, "normalized": not flags["special"]} | flags)

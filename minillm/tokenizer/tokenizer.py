@@ -54,8 +54,8 @@ class Tokenizer:
             self._chat = ChatTemplate(template, settings.special) if template else None
             self._has_developers = template is not None and "developer" in template
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            given = zip(FILES, (config, special_map, added_tokens), strict=True)
-            names = " or ".join(name for name, content in given if content)
+            contents = zip(FILES, (config, special_map, added_tokens), strict=True)
+            names = " or ".join(name for name, content in contents if content)
             raise TokenizerError(f"{names} is not in the expected form: {error!r}") from error
         added, normalized = with_ids(in_file, settings.tokens, self._model.vocab)
         try:

@@ -38,7 +38,7 @@ FIELDS = {
     "preempt": ("request", "row", "step"),
     "finish": ("request", "row", "reason", "step"),  # row -1: it was still waiting
     "skip": ("step", "rows"),  # rows with one pending token that do not run in this step
-    "chunk": ("step", "row", "start", "count", "place"),  # row with several pending tokens; place: index in the step
+    "chunk": ("step", "row", "start", "count", "index"),  # row with several pending tokens; index: in the step
     "draft": ("step", "row", "count"),  # drafts that the row runs after its newest token; its chunk has all of them
     "launch": ("step", "size"),  # size: number of rows that run
     "read": ("step",),
@@ -165,7 +165,7 @@ class Trace:
 
     def register(self, pool: RecordedPool, row: int, keys: dict[int, bytes]) -> None:
         """keys: block -> its prefix key. Only the first block with a key is registered, so duplicates are left out."""
-        blocks = [block for block, found in zip(keys, pool.lookup(keys.values()), strict=False) if found == block]
+        blocks = [block for block, holder in zip(keys, pool.lookup(keys.values()), strict=False) if holder == block]
         if blocks:
             self._add("register", row, blocks)
 
@@ -192,8 +192,8 @@ class Trace:
                 self._add("skip", step.number, left)
         if not step.samples.all() or step.decodes < len(step.rows) or step.queries_per_decode > 1:
             # A row with one pending token runs it and samples. Every other row runs a chunk.
-            places = np.nonzero((step.queries > 1) | ~step.samples)[0]
-            chunks = (step.rows[places], step.starts[places], step.queries[places], places)
+            indices = np.nonzero((step.queries > 1) | ~step.samples)[0]
+            chunks = (step.rows[indices], step.starts[indices], step.queries[indices], indices)
             self._add("chunk", step.number, *chunks)
         if step.drafts is not None:
             drafting = step.drafted > 0

@@ -211,10 +211,10 @@ class Mirror:
         size = len(singles) + len(chunked)
         self._expect(size == event["size"], "launch", f"runs {event['size']} rows, but {size} are ready to run")
         rows, counts = np.empty(size, np.int64), np.ones(size, np.int64)
-        places = [chunk["place"] for chunk in self.chunks]
+        indices = [chunk["index"] for chunk in self.chunks]
         alone = np.ones(size, bool)
-        alone[places] = False
-        rows[places], counts[places] = chunked, [chunk["count"] for chunk in self.chunks]
+        alone[indices] = False
+        rows[indices], counts[indices] = chunked, [chunk["count"] for chunk in self.chunks]
         rows[alone] = singles
         for chunk in self.chunks:
             self._expect(
@@ -234,8 +234,8 @@ class Mirror:
         self.last[rows] = self.launched = number
         for row in self.joined:
             arrivals = [self.submitted[name][0] for name in self.names[self.order]]
-            place = int(np.searchsorted(arrivals, self.submitted[self.names[row]][0]))
-            self.order = np.insert(self.order, place, row)
+            index = int(np.searchsorted(arrivals, self.submitted[self.names[row]][0]))
+            self.order = np.insert(self.order, index, row)
         self.joined, self.skipped, self.chunks, self.drafts = [], [], [], []
         kinds = np.where(decodes, "decode", "prefill").tolist()
         lists = (rows.tolist(), self.names[rows].tolist(), starts.tolist(), counts.tolist(), kinds, samples.tolist())

@@ -1,4 +1,4 @@
-"""`minillm build`: measure this GPU for one model and its traffic, and write a plan (`runner.plan`).  Lesson 11.
+"""`minillm build`: measure this GPU for one model and its traffic, and write a plan (`advice.plan`).  Lesson 11.
 
     1  start the traffic with several values of max_num_batched_tokens, and measure the prefill rate of each
     2  capture the traffic's decode steps, and record which launch configurations the kernels look up
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from minillm.advice import precision
+from minillm.advice.plan import Plan
 from minillm.advice.sizing import Sizing, fit, kv_bytes_per_token, weight_bytes
 from minillm.bench import records
 from minillm.bench.offline import Minillm
@@ -33,7 +34,6 @@ from minillm.model.config import ModelConfig
 from minillm.model.loader import read_config, resolve, resolve_device
 from minillm.pretrained import model_name
 from minillm.runner.memory import CPU_CACHE_BYTES
-from minillm.runner.plan import Plan
 
 OF_THE_PLACE = ("device", "load_format", "seed", "plan", "trace")  # options of a run, not of a plan
 
@@ -60,18 +60,18 @@ def run(
     if engine_options.get("plan"):
         raise ConfigError("build writes a plan and cannot use one: leave out --plan; --out names the file to write")
     config, traffic = EngineConfig.of(**engine_options), Traffic(concurrency, input_len, output_len)
-    place = resolve(model)
-    shape = read_config(place)
+    source = resolve(model)
+    shape = read_config(source)
     longest = config.max_model_len or shape.max_model_len
     if traffic.context > longest:
         raise ConfigError(
             f"input_len + output_len = {traffic.context} tokens, but max_model_len is {longest}: lower one of them"
         )
     device = resolve_device(config.device)
-    config = precision.resolved(config, place, device, traffic)
+    config = precision.resolved(config, source, device, traffic)
     engine_options |= {"quantization": config.quantization, "quantized_head": config.quantized_head}
     options = options_of(config, shape, traffic, device)
-    name = model_name(place) if isinstance(place, Path) else place
+    name = model_name(source) if isinstance(source, Path) else source
     out = Path(f"{Path(name).name}.plan.json" if out is None else out)
     records.check_writable(out)
     plan = Plan.made_here(shape, traffic, options, device)
@@ -84,8 +84,8 @@ def run(
 
         plan = measured(model, plan, out, device)
         print(f"{title}, on {torch.cuda.get_device_name(device)}\n{on_gpu(shape, plan, torch.cuda.mem_get_info()[1])}")
-        if not precision.reason_against(config, place, device):
-            print(f"Precisions, by estimate:\n{precision.recommended(config, place, device, traffic)}")
+        if not precision.reason_against(config, source, device):
+            print(f"Precisions, by estimate:\n{precision.recommended(config, source, device, traffic)}")
     if gpu_gb is not None:
         print(f"A GPU with {gpu_gb:g} GB, without workspace and CUDA graphs, which have to be measured on it:")
         there = options_of(config, shape, traffic, "cuda")
@@ -103,13 +103,13 @@ def run(
 def options_of(config: EngineConfig, shape: ModelConfig, traffic: Traffic, device: str) -> dict:
     """The engine options that a plan holds: those that were set, and those that follow from traffic and device."""
     defaults = EngineConfig()
-    given = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__ if name not in OF_THE_PLACE}
-    given = {name: value for name, value in given.items() if value != getattr(defaults, name)}
+    options = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__ if name not in OF_THE_PLACE}
+    options = {name: value for name, value in options.items() if value != getattr(defaults, name)}
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else shape.dtype
     resolved = replace(config, max_num_seqs=config.max_num_seqs or traffic.concurrency).on(device)
-    return given | {
+    return options | {
         "dtype": dtype,
         "block_size": config.block_size,
         "max_num_seqs": resolved.max_num_seqs,

@@ -1,4 +1,4 @@
-"""What `minillm build` measures on a GPU: steps, launches, budgets, memory.  Lesson 11.
+"""Measure for `minillm build` on a GPU: steps, launches, budgets, memory.  Lesson 11.
 
 On an H200, a plan for Gemma 2B made one request no faster and 256 concurrent requests 0.1% faster
 (data/results/h200/build.json).
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from minillm.advice.plan import Plan
 from minillm.config import Traffic
 from minillm.engine.llm import LLM
 from minillm.kernels import launch_configs
@@ -22,8 +23,8 @@ from minillm.request import SamplingParams
 from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.decode_graphs import DecodeGraphs
 from minillm.runner.executor import LocalExecutor
-from minillm.runner.plan import Plan
 from minillm.runner.runner import Runner
+from minillm.scheduler.settings import scheduled
 
 from . import trials
 
@@ -49,31 +50,32 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
         budgets, asked = budget_rates(llm, plan)
         steps: dict[DecodeShape, float] = {}
         asked_by: dict[DecodeShape, Asked] = {}
-        found: list[trials.TuningResult] = []
+        results: list[trials.TuningResult] = []
         if runner.graphs is not None:
             steps, asked_by = decode_steps(runner, runner.graphs.decodes, plan.traffic)
-            found = [*tune_decode(runner, plan.traffic, asked_by), *tune_products(runner, asked_by)]
+            results = [*tune_decode(runner, plan.traffic, asked_by), *tune_products(runner, asked_by)]
         budget = best_budget(budgets, plan.options["max_num_batched_tokens"])
-        found += tune_prefill(runner, plan.traffic, asked, budget)
-        chosen = [each for each in found if each.config != each.default]
+        results += tune_prefill(runner, plan.traffic, asked, budget)
+        chosen = [each for each in results if each.config != each.default]
         chosen, again = kept(runner, plan.traffic, steps, asked_by, chosen)
-    sizes = worthwhile({rows for rows, _ in steps}, again or steps)
+    sizes = worthwhile({shape.rows for shape in steps}, again or steps)
     plan = replace(
         plan,
         options=plan.options | {"max_num_batched_tokens": budget},
-        graphs=[list(shape) for shape in sorted(steps) if shape[0] in sizes],
+        graphs=[[shape.rows, shape.width] for shape in sorted(steps) if shape.rows in sizes],
         launches=[entry(each) for each in chosen],
         measured={
             "steps_ms": [
-                [*shape, round(1e3 * steps[shape], 4), round(1e3 * again[shape], 4)] for shape in sorted(steps)
+                [shape.rows, shape.width, round(1e3 * steps[shape], 4), round(1e3 * again[shape], 4)]
+                for shape in sorted(steps)
             ],
             "prefill_tokens_per_s": {str(tokens): round(rate) for tokens, rate in budgets.items()},
-            "problems": len(found),
-            "launches_tried": sum(each.tried for each in found),
-            "refused": sorted({f"{each.problem.kernel}: {why}" for each in found for why in each.refused.values()}),
+            "problems": len(results),
+            "launches_tried": sum(each.tried for each in results),
+            "refused": sorted({f"{each.problem.kernel}: {why}" for each in results for why in each.refused.values()}),
         },
     )
-    del runner, found, asked, asked_by
+    del runner, results, asked, asked_by
     gc.collect()
     return replace(plan, memory=memory_taken(model, plan, out, device))
 
@@ -97,10 +99,11 @@ def decode_steps(
 
 def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: DecodeShape) -> float:
     """Seconds of one decode step whose rows are halfway through their outputs, captured with the current launches."""
-    state, (size, width) = runner.state, shape
+    state, size, width = runner.state, shape.rows, shape.width
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
-    graphs.rows[:size] = torch.arange(size, device=state.device)
-    state.position[:size] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0)
+    inputs = graphs.inputs(size)
+    inputs[0] = torch.arange(size, device=state.device) % state.padding  # with drafts there are more tokens than rows
+    inputs[1], inputs[2] = max(min(traffic.input_len + traffic.output_len // 2, longest), 0), -1
     state.parameters[:] = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])  # a temperature of 1, and nothing else
     state.block_table.random_(runner.num_blocks)
     graphs.captured.decodes.pop(shape, None)  # captured earlier, perhaps with other launches
@@ -111,15 +114,15 @@ def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: 
 
 def tune_decode(runner: Runner, traffic: Traffic, asked_by: dict[DecodeShape, Asked]) -> list[trials.TuningResult]:
     """Tune tile and splits for the largest step; the others keep its tile and tune only their splits."""
-    found: list[trials.TuningResult] = []
+    results: list[trials.TuningResult] = []
     tile: trials.KernelConfig | None = None
     for shape in sorted(asked_by, reverse=True):
         for problem, default in asked_by[shape].items():
-            if problem.kernel == "decode_attention" and all(problem != each.problem for each in found):
+            if problem.kernel == "decode_attention" and all(problem != each.problem for each in results):
                 trial = trials.decode_trial(problem, runner, traffic, shape[1], tile)
-                found.append(report(trials.tune(problem, default, trial)))
-                tile = tile or found[-1].config
-    return found
+                results.append(report(trials.tune(problem, default, trial)))
+                tile = tile or results[-1].config
+    return results
 
 
 def tune_products(runner: Runner, asked_by: dict[DecodeShape, Asked]) -> list[trials.TuningResult]:
@@ -130,15 +133,15 @@ def tune_products(runner: Runner, asked_by: dict[DecodeShape, Asked]) -> list[tr
 
 def tune_prefill(runner: Runner, traffic: Traffic, asked: Asked, budget: int) -> list[trials.TuningResult]:
     """Tune the problems that steps of whole prompts look up; those of shorter chunks keep the default."""
-    found = []
+    results = []
     for problem, default in asked.items():
         if problem.kernel in trials.PREFILL:
             trial = trials.prefill_trial(problem, runner, traffic, budget)
             with launch_configs.listening() as heard:
                 trial.calls[0]()
             if problem in heard:
-                found.append(report(trials.tune(problem, default, trial)))
-    return found
+                results.append(report(trials.tune(problem, default, trial)))
+    return results
 
 
 def kept(
@@ -171,9 +174,9 @@ def worthwhile(sizes: set[int], seconds: dict[DecodeShape, float]) -> set[int]:
     chosen = largest_first[:1]
     for size in largest_first[1:]:
         if any(
-            time < (1 - trials.MARGIN) * seconds[DecodeShape(chosen[-1], width)]
-            for (rows, width), time in seconds.items()
-            if rows == size
+            time < (1 - trials.MARGIN) * seconds[DecodeShape(chosen[-1], shape.width)]
+            for shape, time in seconds.items()
+            if shape.rows == size
         ):
             chosen.append(size)
     return set(chosen)
@@ -194,9 +197,8 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
     asked: Asked = {}
     for round_ in range(3):
         for budget, times in seconds.items():
-            llm.engine.scheduler.max_num_batched_tokens = budget
             try:
-                with launch_configs.listening() as heard:
+                with scheduled(llm.engine.scheduler, budget=budget), launch_configs.listening() as heard:
                     times.append(begin_seconds(llm, traffic, requests, seed=round_))
             except torch.OutOfMemoryError:
                 times.append(math.inf)
@@ -229,7 +231,7 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
         before = torch.cuda.mem_get_info(device)[0]
         if runner.graphs is not None:
             with launch_configs.using(plan.table()):
-                runner.graphs.capture(DecodeShape(*shape) for shape in plan.graphs)
+                runner.graphs.capture(DecodeShape(rows, width) for rows, width in plan.graphs)
         torch.cuda.empty_cache()
         taken = {
             "weights": llm.engine.facts.weight_bytes,
@@ -253,23 +255,23 @@ def _runner(llm: LLM) -> Runner:
     return executor.runner
 
 
-def entry(found: trials.TuningResult) -> dict:
+def entry(result: trials.TuningResult) -> dict:
     """A measured configuration in the form that a plan stores."""
     return {
-        "kernel": found.problem.kernel,
-        "sizes": dict(found.problem.sizes),
-        "launch": found.config._asdict(),
-        "default": found.default._asdict(),
-        "microseconds": [round(1e6 * found.default_seconds, 2), round(1e6 * found.seconds, 2)],
+        "kernel": result.problem.kernel,
+        "sizes": dict(result.problem.sizes),
+        "launch": result.config._asdict(),
+        "default": result.default._asdict(),
+        "microseconds": [round(1e6 * result.default_seconds, 2), round(1e6 * result.seconds, 2)],
     }
 
 
-def report(found: trials.TuningResult) -> trials.TuningResult:
+def report(result: trials.TuningResult) -> trials.TuningResult:
     """Log a result. Tuning takes minutes, and without output it would look like a hang."""
-    sizes = " ".join(f"{name} {size}" for name, size in found.problem.sizes)
-    change = "kept" if found.config == found.default else f"-> {found.config}, {1e6 * found.seconds:.1f} us"
+    sizes = " ".join(f"{name} {size}" for name, size in result.problem.sizes)
+    change = "kept" if result.config == result.default else f"-> {result.config}, {1e6 * result.seconds:.1f} us"
     log.info(
         "%s (%s): %.1f us %s of %d tried",
-        found.problem.kernel, sizes, 1e6 * found.default_seconds, change, found.tried,
+        result.problem.kernel, sizes, 1e6 * result.default_seconds, change, result.tried,
     )  # fmt: skip
-    return found
+    return result

@@ -61,31 +61,31 @@ def tune(
     problem: Problem, default: KernelConfig, trial: Trial, seconds: Callable[[Sequence], float] | None = None
 ) -> TuningResult:
     """Find the fastest correct configuration. It replaces the default only if it is clearly faster in two timings."""
-    found, seconds = TuningResult(problem, default, default), seconds or graph_seconds
+    result, seconds = TuningResult(problem, default, default), seconds or graph_seconds
 
     def timed(config: KernelConfig) -> float:
         with launch_configs.using({problem: config._asdict()}):
             why_not = _refusal(trial)
             if why_not:
-                found.refused[config] = why_not
+                result.refused[config] = why_not
                 return math.inf
             return seconds(trial.calls)
 
     times = {default: timed(default)}
-    if default in found.refused:
-        raise RuntimeError(f"{problem.kernel}'s default configuration {default} fails: {found.refused[default]}")
+    if default in result.refused:
+        raise RuntimeError(f"{problem.kernel}'s default configuration {default} fails: {result.refused[default]}")
     for candidates in trial.rounds:
         for config in candidates(min(times, key=times.__getitem__)):
             if config not in times:
                 times[config] = timed(config)
     best = min(times, key=times.__getitem__)
-    found.tried, found.default_seconds = len(times), timed(default)
-    found.seconds = found.default_seconds if best == default else timed(best)
-    if max(found.seconds, times[best]) < (1 - MARGIN) * min(found.default_seconds, times[default]):
-        found.config = best
+    result.tried, result.default_seconds = len(times), timed(default)
+    result.seconds = result.default_seconds if best == default else timed(best)
+    if max(result.seconds, times[best]) < (1 - MARGIN) * min(result.default_seconds, times[default]):
+        result.config = best
     else:
-        found.seconds = found.default_seconds
-    return found
+        result.seconds = result.default_seconds
+    return result
 
 
 def _refusal(trial: Trial) -> str | None:
@@ -321,5 +321,5 @@ def _random_table(runner: Runner, rows: int, width: int) -> Tensor:
 def _gathered(cache: LayerCache, table: Tensor) -> tuple[LayerCache, Tensor]:
     """The blocks listed in `table` as a float64 cache, dequantized, and the block table for it."""
     compact = torch.arange(table.numel(), device=table.device, dtype=torch.int32).view_as(table)
-    found = cache.read(table.flatten()[:, None])  # [blocks, block_size, kv_heads, d] each
-    return LayerCache(*(part.double() for part in found)), compact
+    read = cache.read(table.flatten()[:, None])  # [blocks, block_size, kv_heads, d] each
+    return LayerCache(*(part.double() for part in read)), compact

@@ -35,7 +35,7 @@ from minillm.course.lesson_00 import step_time
 print(doctor.report(doctor.examine()))
 
 # %% [markdown]
-# `tier()` says which model this machine can run. Most lessons begin with it: a CPU and a GPU run different models. On a
+# `tier()` says which model this machine can run. Many lessons begin with it: a CPU and a GPU run different models. On a
 # CPU it is `tiny-gemma`, which has Gemma's architecture in miniature and was trained on texts about a small invented
 # world, the Tallow Isles. A model is a stack of *layers*, each with two parts, *attention* and *MLP* (lesson 02). It
 # works on *tokens*, which are pieces of text. Between the parts, each token is represented by a vector, whose length is
@@ -333,10 +333,10 @@ for dtype, limits in {model.dtype: of_model, torch.float32: of_memory}.items():
     print(f"computes {rate:,.1f} billion operations/s in {str(dtype).removeprefix('torch.')}")
 
 # %% [markdown]
-# (The test below is in float32.) If this machine runs `tiny-gemma` and the first of the two read rates is higher, its
-# weights stay in the cache. That is good for `tiny-gemma`, and says little about real models, whose weights are
-# gigabytes: they come from memory in every step, on a GPU too. A step that waits for them is **memory-bound**; one that
-# waits for the arithmetic is **compute-bound**.
+# (The test after exercise 3 is in float32.) If this machine runs `tiny-gemma` and the first of the two read rates is
+# higher, its weights stay in the cache. That is good for `tiny-gemma`, and says little about real models, whose weights
+# are gigabytes: they come from memory in every step, on a GPU too. A step that waits for them is **memory-bound**; one
+# that waits for the arithmetic is **compute-bound**.
 #
 # While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time
 # that the reading takes.
@@ -363,8 +363,8 @@ check(free_batch)
 
 # %% [markdown]
 # Test it. The cell after the next one sends batches of 1, 2, 4 and more tokens through 537 MB of weights, as the
-# engine does. 32 tokens need 16 times the arithmetic of two. **Predict:** how many times as long as two tokens
-# do they take? (The comparison begins at two because a single token has a routine of its own.)
+# engine does. 32 tokens need 16 times the arithmetic of two. **Predict:** how many times as long do they take? (The
+# comparison begins at two because a single token has a routine of its own.)
 
 # %% tags=["exercise"]
 guess_32_tokens = 3.0  # PREDICT: the time of 32 tokens, divided by the time of two tokens
@@ -427,7 +427,7 @@ free = room(2_500_000_000, 2, there.bytes_per_s, there.operations_per_s)
 print("its free batch (exercise 3):", free)
 
 # %% [markdown]
-# **Predict:** on that H200, how many times as long as a decode step of one request does a step of 64 requests take?
+# **Predict:** on that H200, a decode step of 64 requests takes how many times as long as a step of one request?
 
 # %% tags=["exercise"]
 guess_64_requests = 2.0  # PREDICT: time of a step of 64 requests / of one request
@@ -446,7 +446,7 @@ for name, took in recorded.items():
 # kernels for one (lesson 11). Beyond the free batch the time grows with the number of requests: a step of 512 takes 1.7
 # times as long as one of 256. Sharing steps is called **batching**. It is why a server can answer 64 users with short
 # texts at one and a half times the cost of one. (In this record, each request has only 76 tokens in its cache. With
-# 2,000 each, a step would read almost half as many bytes again as the weights have.)
+# 2,000 each, reading the caches would add almost half of the weights' bytes to a step.)
 #
 # ## 5 · Predict, then measure · 12 min
 #
@@ -520,11 +520,11 @@ describe(
 )
 
 # %% [markdown]
-# The weights are 22 MB, little enough for the caches of many CPUs, and the products that use them are only a part of
-# the step. The rest is overhead: hundreds of operations on little data or none, where much of the cost is the call
-# itself, and the engine's Python around them. Much of this overhead is shared: it grows far less than 64-fold when
-# the requests do. So on `tiny-gemma` batching pays mostly because it shares the *overhead*; on a large model, because
-# it shares the *weights*.
+# The weights are 22 MB, small enough to fit in the caches of many CPUs, and the products that use them are only a part
+# of the step. The rest is overhead: hundreds of operations on little data or none, where much of the cost is the call
+# itself, and the engine's Python around them. Much of this overhead is shared: it grows far less than 64-fold when the
+# requests do. So on `tiny-gemma` batching pays mostly because it shares the *overhead*; on a large model, because it
+# shares the *weights*.
 #
 # Gemma 2B on an H200 is the other case. The record has both numbers:
 

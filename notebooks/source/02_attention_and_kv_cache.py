@@ -309,8 +309,8 @@ def verdict(x):
 
 
 print("after     most likely  P(' Bramble')")
-for number, x in enumerate(walk(ids)[1:]):
-    print(f"layer {number}   {verdict(x)}")
+for number, stream in enumerate(walk(ids)[1:]):
+    print(f"layer {number}   {verdict(stream)}")
 
 # %% [markdown]
 # After layers 0 and 1, the model just repeats the last token, ` of`. After layer 2 the island is there. (Section 9,
@@ -746,9 +746,9 @@ guess_layers = 2  # PREDICT: layers in which the last token must see the town's 
 # values, and the output *is* the weights.
 
 # %%
-q, k, _ = queries_keys_values(walk(ids)[2], model.layers[2], torch.arange(len(ids)))
+q2, k2, _ = queries_keys_values(walk(ids)[2], model.layers[2], torch.arange(len(ids)))
 one_hot = torch.eye(len(ids), config.head_dim, dtype=torch.float64)[:, None]
-weights = attend(q, k, one_hot, scale=scale)[-1, :, : len(ids)].numpy()  # [heads, keys]
+weights = attend(q2, k2, one_hot, scale=scale)[-1, :, : len(ids)].numpy()  # [heads, keys]
 draw.attention_weights(pieces, weights, "layer 2: where the last token, ' of', looks")
 describe("""A table of weights, four heads by nine tokens. Head 0 gives nearly all weight to 'wick', heads 2 and 3 most
     of it to 'en', and head 1 nearly all to ' island'.""")
@@ -781,9 +781,9 @@ def walk_with_hidden_name(hidden_in):
 print("hidden in  most likely  P(' Bramble')")
 changed = 0
 for number in range(config.num_layers):
-    x = walk_with_hidden_name(number)
-    changed += logits_of(x[-1:]).argmax().item() != bramble
-    print(f"layer {number}    {verdict(x)}")
+    stream = walk_with_hidden_name(number)
+    changed += logits_of(stream[-1:]).argmax().item() != bramble
+    print(f"layer {number}    {verdict(stream)}")
 compare("need the name", unit="of 6 layers", prediction=guess_layers, measured=changed)
 
 # %% [markdown]

@@ -685,8 +685,8 @@ else:
 if kernels_are == "compiled":
     print("not shown: the kernels are compiled")
 elif solved(find_fault):
-    weight, x = torch.ones(3, 100, dtype=torch.int8), torch.ones(100)
-    given = [each.to(device) for each in (weight, torch.ones(3), x, torch.zeros(3))]
+    weight, vector = torch.ones(3, 100, dtype=torch.int8), torch.ones(100)
+    given = [each.to(device) for each in (weight, torch.ones(3), vector, torch.zeros(3))]
     for kernel in (version_a, version_b):
         with strays(*given) as outside:
             kernel[(2,)](*given, 0, 3, 100, ROW_TILE=4, PIECE=64)

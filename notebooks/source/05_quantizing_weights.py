@@ -7,7 +7,7 @@
 # time.
 #
 # **105 minutes. Needs:** a CPU, and lessons 00 and 02. You should know that a decode step reads every weight once.
-# Lesson 01 helps with tokens. All sections run on `tiny-gemma` on a CPU; section 8 uses records of an H200.
+# Lesson 01 helps with tokens. The lesson runs `tiny-gemma` on a CPU; sections 7 and 8 also show records of GPUs.
 
 # %%
 import torch
@@ -67,9 +67,9 @@ for name, shape in SHAPES.items():
 # more than half of the memory is left for keys and values. **Time:** for one request, a decode step of such a model
 # spends most of its time reading weights (lesson 02), and a quarter of the bytes can be read in a quarter of the time.
 #
-# In this lesson, only the *stored* weights get smaller. Before a weight is multiplied, it is converted back, and the
-# activations keep their 16 bits. That is called **weight-only** quantization, or W8A16 and W4A16: weights of 8 or 4
-# bits, activations of 16. Lesson 07 quantizes activations, too.
+# In this lesson, only the *stored* weights get smaller. As a rule, a weight is converted back before it is multiplied,
+# and the activations keep their 16 bits. That is called **weight-only** quantization, or W8A16 and W4A16: weights of 8
+# or 4 bits, activations of 16. Lesson 07 quantizes activations, too.
 #
 # ## 2 · A grid for each row · 15 min
 #
@@ -128,7 +128,7 @@ describe("""Six weights above a line of fifteen levels. An arrow leads from each
 def quantize_rows(weight, bits):
     """Round each row of a matrix to the nearest multiples of the row's own scale.
 
-    weight: [rows, in], floating point. bits: 2 to 8. Returns codes, [rows, in] int8, from -top to top with
+    weight: [rows, in], float32 or float64. bits: 2 to 8. Returns codes, [rows, in] int8, from -top to top with
     top = 2 ** (bits - 1) - 1, and scales, [rows, 1] in the dtype of weight. A row of zeros has scale 1.
     """
     # SOLUTION: the scales from the largest magnitudes, then the codes
@@ -145,7 +145,9 @@ check(quantize_rows)
 # %% [markdown]
 # Now run the engine on your weights. `weight_formats.weights` replaces the matrices of all layers until the `with`
 # block ends: your function rounds each of them, and the engine stores codes and scales in its int8 format. (The
-# embedding table, which is also the output head, stays as it is for now.)
+# embedding table, which is also the output head, stays as it is for now. The engine's own function also takes 16-bit
+# weights, and clamps the codes: in bfloat16, the largest weight divided by its scale can round to 128, which int8
+# cannot hold.)
 
 # %%
 to_rows = yours(quantize_rows, weight_formats.quantize_rows)
@@ -157,7 +159,8 @@ print(f"quantize_rows is {whose(quantize_rows)}")
 print(f"layers: {before / 1e6:.2f} MB before, {after / 1e6:.2f} MB with 8 bits and scales")
 
 # %% [markdown]
-# (Numbers of more than 16 bits are counted as 16 bits here, which is what a model that is served in bfloat16 has.)
+# (Numbers of more than 16 bits are counted as 16 bits here: a model that is served in bfloat16 has weights of 16 bits,
+# and its scales could be stored in 16 bits, too. The engine keeps the scales of int8 in 32 bits.)
 #
 # ## 3 · What it costs · 11 min
 #
@@ -193,9 +196,9 @@ report({"unquantized": dense})
 
 # %% [markdown]
 # (The last column is the share of positions at which the most likely token is the same as in the original.) Other rows
-# of text would give another KL divergence: the number after ± is the standard error of the mean over rows. When two
-# formats are compared below, the ± is that of their *ratio*, from the same rows in pairs. Treat a difference as real
-# only if it is at least about twice its standard error.
+# of text would give another KL divergence: the number after ± is the standard error of the mean over rows. To compare
+# two formats, look at the *ratio* of their KL divergences: where it is printed below, its ± comes from the same rows in
+# pairs. Treat a difference as real only if it is at least about twice its standard error.
 #
 # Now use exercise 1 with fewer bits. (The engine stores all of these codes in 8 bits; quality does not depend on that.)
 #
@@ -232,9 +235,10 @@ describe("""Left: perplexity by the number of bits; dashed: unquantized. Right: 
 # Three things to see:
 #
 # * **8 bits are almost free**, and down to 5 bits, perplexity shows next to nothing.
-# * **KL divergence sees what perplexity does not.** Each bit you drop doubles the spacing of the levels, and so all
-#   errors. Small changes of the probabilities enter KL divergence as squares, so it grows by about 4 times. That is the
-#   dotted line. To compare formats on a short text, use KL divergence.
+# * **KL divergence sees what perplexity does not.** Each bit you drop about doubles the spacing of the levels, and so
+#   all errors. Small changes of the probabilities enter KL divergence as squares, so it grows by about 4 times. That is
+#   the dotted line. (With few bits, the spacing grows faster: from 4 to 3 bits by 7/3, and from 3 to 2 bits by 3.) To
+#   compare formats on a short text, use KL divergence.
 # * **Then it breaks.** At 2 bits nothing is left. The next figure shows why: it has all weights of one matrix, each
 #   divided by the largest of its row, over the levels of three grids.
 
@@ -244,9 +248,9 @@ relative = matrix / matrix.abs().amax(1, keepdim=True)
 draw.histogram(relative.flatten().numpy(), bits=(4, 3, 2))
 deviations = (matrix.abs().amax(1) / matrix.std(1)).median()
 print(f"in half of the rows, the largest weight is below {deviations:.2f} standard deviations")
-describe("""The same bell-shaped histogram of weights three times, over the levels of 4, 3 and 2 bits. The share of
-    weights that round to 0 is small at 4 bits, larger at 3, and covers almost the whole bell at 2 bits. The bars at
-    -1 and 1 are each row's own largest weight.""")
+describe("""The same bell-shaped histogram of weights three times, over the levels of 4, 3 and 2 bits. The weights that
+    round to 0 are few at 4 bits, more at 3, and almost the whole bell at 2. The bars at -1 and 1 are each row's own
+    largest weight.""")
 
 # %% [markdown]
 # With 2 bits, a weight must be more than half as large as the largest of its row, or it becomes 0. The largest is rare
@@ -254,7 +258,8 @@ describe("""The same bell-shaped histogram of weights three times, over the leve
 # weight, and the many small ones pay for it.
 #
 # But the levels need not reach it. With a smaller scale, the largest weights are **clipped** to the last level, and all
-# others get denser levels. Here is the squared error of the same matrix, with scales of a share of the usual one:
+# others get denser levels. Here is the squared error of the same matrix, with each scale set to a
+# share of the usual one:
 
 # %%
 shares = [step / 50 for step in range(10, 51)]
@@ -320,7 +325,8 @@ for name, guess in (("a scale per row", guess_outliers), ("groups of 32", guess_
 # %% [markdown]
 # The planted model computes the same, and yet rounding its rows to 4 bits doubles its perplexity: a row of the changed
 # matrices has four outliers, and its 252 other weights share a few levels. Groups of 32 confine the damage to the
-# groups of these columns. (Lessons 06 and 07 do the opposite, to make a model *easier* to quantize.)
+# groups of these columns. (Lessons 06 and 07 rescale columns and inputs in the same way, but
+# choose factors that make a model *easier* to quantize.)
 #
 # ### Zero points
 #
@@ -397,6 +403,8 @@ with weight_formats.weights(llm, {"layers.*": Int4(group_size=64)}):
     symmetric_64 = quality.measure()
 print(f"quantize_groups is {whose(quantize_groups)}")
 report({"groups of 64, symmetric": symmetric_64, "groups of 64, zero points": grouped})
+ratio, error = symmetric_64.over(grouped)
+print(f"KL, symmetric / zero points: {ratio:.2f} ± {error:.2f}")
 print(grouped_text)
 
 # %% [markdown]
@@ -412,8 +420,8 @@ print(grouped_text)
 # %% [markdown]
 # ## 5 · Two codes in a byte · 9 min
 #
-# A code from -8 to 7 needs 4 bits, but torch computes with integers of at least 8, so int8 codes would waste half of
-# the memory. Two codes must share a byte. First add 8, which makes the codes 0 to 15, never negative. Then put the
+# A code from -8 to 7 needs 4 bits, but torch computes with integers of at least 8 bits, so int8 codes would waste half
+# of the memory. Two codes must share a byte. First add 8, which makes the codes 0 to 15, never negative. Then put the
 # first of two neighbors into the low half of the byte, and the second into the high half. A half is also called a
 # *nibble*.
 
@@ -465,13 +473,13 @@ print(f"layers: {packed_bytes / 1e6:.2f} MB, {bits:.3f} bits per weight")
 # byte): 4 + 24 / 64 = 4.375 bits per weight.
 #
 # Published checkpoints differ in their order, and a file read in the wrong one loads without an error. All of these
-# store 4-bit codes as 0 to 15, eight to a 32-bit integer:
+# store 4-bit codes as 0 to 15, eight neighbors to a 32-bit integer:
 #
-# | layout | an integer has eight neighbors | from the lowest bits | zero points |
+# | layout | an integer holds | from the lowest bits | zero points |
 # |---|---|---|---|
-# | compressed-tensors (vLLM's tools) | inputs | 0 1 2 3 4 5 6 7: your bytes, in fours | packed by outputs |
-# | GPTQ (AutoGPTQ, GPTQModel) | inputs | 0 1 2 3 4 5 6 7, stored as [in / 8, out] | one less, in version 1 |
-# | AWQ (AutoAWQ) | outputs | 0 2 4 6 1 3 5 7 | packed like the codes |
+# | compressed-tensors (vLLM's tools) | eight inputs | 0 1 2 3 4 5 6 7: your bytes, in fours | packed by outputs |
+# | GPTQ (AutoGPTQ, GPTQModel) | eight inputs | 0 1 2 3 4 5 6 7, stored as [in / 8, out] | one less, in version 1 |
+# | AWQ (AutoAWQ) | eight outputs | 0 2 4 6 1 3 5 7 | packed like the codes |
 #
 # ## 6 · Multiply without unpacking · 18 min
 #
@@ -510,9 +518,9 @@ print(f"dequantized first: {first:.2f}; scale and zero point after the sum: {sec
 
 # %% [markdown]
 # **Exercise 4 (10 minutes).** Write a product with packed weights. Go through the groups, and unpack one group's
-# columns at a time, for all outputs: no tensor that you make may have half as many elements as the whole matrix, nor
-# may you keep the pieces. (One output at a time is allowed, too.) Apply scales and zero points before or after the sum,
-# as you like.
+# columns at a time, for all outputs. In a matrix of many groups, the tensors that you have made and not yet freed must
+# have, all together, fewer than half as many elements as the whole matrix, so do not keep the pieces. (One output at a
+# time is allowed, too.) Apply scales and zero points before or after the sum, as you like.
 #
 # For example, one token `1, 2, 3, -1`, one output with the codes `5, -2, 0, 7`, two groups with the zero points 1 and
 # -3 and the scales 0.1 and 0.5, as above: the result is -0.7.
@@ -564,19 +572,23 @@ if solved(packed_linear):
 
 # %% [markdown]
 # A GPU kernel that works like your loop loads packed codes into registers, and the whole matrix is never written to
-# memory. The engine has such kernels for bfloat16: one for a single request, and one for 2 to 64 rows of `x`. Both
+# memory. The engine has such kernels for bfloat16: one for a single request, and one for 2 to 64 rows of `x`. The
+# kernel for 2 to 64 rows converts codes to bfloat16 in registers. The kernel for a single request leaves them as they
+# are, and converts its few inputs instead: each becomes an integer of two bytes, with one scale for 16 or 32 neighbors.
+# Then one instruction, `dp4a`, multiplies four codes by one byte of four inputs and adds up the products. Both kernels
 # apply the scales to sums, as in the formula. With more rows, arithmetic takes most of the time (section 8), so the
 # engine dequantizes the matrix, once per product.
 #
 # On a CPU, the engine dequantizes int4 weights in every step. What does that cost?
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
-for name, format in (("unquantized", Dense()), ("int8", Int8()), ("int4", zero_points)):
+timed = {"unquantized": Dense(), "int8": Int8(), "int4-g64, zero points": zero_points}
+for name, format in timed.items():
     with weight_formats.weights(llm, {"layers.*": format}):
-        print(f"{name:12} {weight_formats.seconds(text):6.3f} s for the prompt and 16 tokens")
+        print(f"{name:22} {weight_formats.seconds(text):6.3f} s for the prompt and 16 tokens")
 
 # %% [markdown]
-# On a CPU, int4 saves memory and costs time.
+# On a CPU, int4 saves memory and costs time: taking bytes apart is several operations. int8 costs little or nothing.
 #
 # ## 7 · Quality against bytes · 12 min
 #
@@ -611,13 +623,13 @@ for zeros in (False, True):
     for size in SIZES:
         with weight_formats.weights(llm, {"layers.*": Int4(size, symmetric=not zeros)}):
             kinds[4, size, zeros] = quality.measure()
-lines = {"rows": {}, "groups": {}, "groups, zero points": {}}
+lines, table = {"rows": {}, "groups": {}, "groups, zero points": {}}, {}
 for (bits, size, zeros), found in kinds.items():
     line = "rows" if size == ROW else "groups, zero points" if zeros else "groups"
-    lines[line][bits_per_weight(bits, size, zeros)] = found
-report(
-    {f"{bits:.2f} bits: {line}": lines[line][bits] for line in lines for bits in lines[line]}
-)
+    in_all = bits_per_weight(bits, size, zeros)
+    lines[line][in_all] = found
+    table[f"{in_all:.2f} bits: {line.replace('groups', f'groups of {size}')}"] = found
+report(table)
 draw.frontier(lines)
 describe("""KL divergence against bits per weight, on a logarithmic axis; bars are standard errors. The line of whole
     rows falls from 3 to 6 bits. Both lines of groups, from 128 to 16 weights, begin below it and end above it.
@@ -659,7 +671,8 @@ compare("from groups of 64 to 16", unit="times", prediction=guess_groups, measur
 #
 # Why do zero points help, although about as many weights are positive as negative? In a small group, the largest and
 # the smallest weight are seldom equally far from 0. Symmetric levels reach equally far on both sides; with a zero
-# point, they reach only from the smallest weight to the largest, so they are denser:
+# point, they reach only from the smallest weight to the largest, so they are denser. Symmetric levels also leave
+# the largest weight of *every* group half a step away, so the squared error falls by more than the square of the step:
 
 # %%
 print("group size   step with / without zero points   squared error without / with")
@@ -673,21 +686,26 @@ for size in SIZES:
 # SmolLM2-135M-Instruct is a chat model of 135 million parameters, which `minillm download` knows. The copy that it
 # downloads was itself stored in 4 bits, with a scale and an offset (a zero point that need not be a code) in groups of
 # 32. A record made on an H100 shows what each format costs it, on 48 windows of 512 tokens of these lessons' prose. KL
-# is in *millinats*, thousandths of a nat; groups have 64 weights unless the name says otherwise; `int8+int8` has an
-# int8 head as well; bits are those of the layers. The last column is from a record of `tiny-gemma`, on other text.
+# is in *millinats*, thousandths of a nat, with the 95% interval of its mean; `g64` stands for groups of 64 weights, and
+# `int8+int8` has an int8 head as well. Bits are those of the layers in a file, where a zero point has 4 and
+# a scale of int8 has 32. The last column is from a record of `tiny-gemma`, on other text.
 
 # %%
-real_model.report(["int8", "int8+int8", "int4", "int4-g32", "int4-g32-zeros"])
+names = ["int8", "int8+int8", "int4", "int4-g32", "int4-g32-zeros"]
+real_model.report(names, labels={"int4": "int4-g64"})
+times = real_model.quality()["int8"]["kl"] / real_model.tiny_kl()["int8"]
+print(f"int8: {times:.0f} times the KL of tiny-gemma")
 smol, tiny = real_model.unquantized_perplexities()
 print(f"unquantized perplexity: {smol:.1f} here, {tiny:.2f} for tiny-gemma on its own text")
 
 # %% [markdown]
-# Eight bits are almost free here, too. But this model loses over two hundred times as much KL with them as
-# `tiny-gemma`, which reads text that is far easier to predict. So a small model shows how a format works, and not what
-# yours will lose: measure that. Zero points help this model as well (last row).
+# Eight bits are almost free here, too. But the KL divergence is over two hundred times that of `tiny-gemma`,
+# which reads text that is far easier to predict. So a small model shows how a format works, and not what
+# yours will lose: measure that. Zero points help this model as well (last row). But the copy's weights are on levels
+# with an offset, in the same groups of 32, so another copy may gain less.
 #
 # The table of tokens, embedding and output head in one, is still unquantized in `tiny-gemma`, and is a fifth of it.
-# Large models keep it in 16 bits or use 8. All options are in the engine, and quantize while loading:
+# Large models keep it in 16 bits or quantize it to 8. The engine has options for this, and quantizes while it loads:
 
 # %%
 options = {"quantization": "int8", "quantized_head": "int8"}
@@ -718,17 +736,17 @@ layers = sizing.parameters(gemma) - head
 FORMATS = {  # bits per weight of the layers, and of the head
     "bfloat16": (16, 16),
     "int8, head int8": (8, 8),
-    "int4, head bfloat16": (4.125, 16),
-    "int4, head int8": (4.125, 8),
+    "int4 g128, head bfloat16": (4.125, 16),
+    "int4 g128, head int8": (4.125, 8),
 }
 seconds = {}
 for name, (layer_bits, head_bits) in FORMATS.items():
     nbytes = (layers * layer_bits + head * head_bits) / 8
     seconds[name] = nbytes / (record["copy_TB_per_s"] * 1e12)
-    print(f"{name:20} {nbytes / 1e9:5.2f} GB, read in {seconds[name] * 1e3:5.2f} ms")
-times = seconds["bfloat16"] / seconds["int4, head bfloat16"]
+    print(f"{name:25} {nbytes / 1e9:5.2f} GB, read in {seconds[name] * 1e3:5.2f} ms")
+times = seconds["bfloat16"] / seconds["int4 g128, head bfloat16"]
 compare(
-    "int4, reading alone",
+    "int4 g128, reading alone",
     unit="times faster",
     prediction=guess_faster,
     measured=times,
@@ -740,8 +758,8 @@ compare(
 # its head. These are floors, the time of reading alone, at the rate of a copy on that GPU.
 #
 # And with more requests? Their rows share the weights that are read, but each row needs its own arithmetic, and that is
-# not reduced at all: weight-only products are computed in 16 bits. A step takes at least as long as the slower of the
-# two takes. (For arithmetic, take the rate that torch's products reach with 2,048 rows.)
+# not reduced at all: with two or more rows, this engine computes weight-only products in 16 bits. A step takes at least
+# as long as the slower of the two takes. (For arithmetic, take the rate that torch's products reach with 2,048 rows.)
 
 # %%
 products = {
@@ -751,7 +769,7 @@ rate = 2048 / products[2048] * 1e3  # rows per second
 ROWS = [2 ** (power / 4) for power in range(41)]
 floors = {
     name: [max(seconds[name], rows / rate) for rows in ROWS]
-    for name in ("bfloat16", "int8, head int8", "int4, head int8")
+    for name in ("bfloat16", "int8, head int8", "int4 g128, head int8")
 }
 measured = {rows: ms for rows, ms in products.items() if rows <= 1024}
 draw.step_floors(ROWS, floors, measured, "bfloat16: torch's products, one by one")
@@ -759,7 +777,7 @@ describe("""The least time of a step's products by the number of rows. With few 
     lowest, then int8, then bfloat16. Each line is flat at first, then rises; from some 200 rows on, all are the same
     line. Dots: torch's products in bfloat16, measured one by one, are above their floor.""")
 for name in floors:
-    print(f"{name:20} limited by bytes up to {seconds[name] * rate:4.0f} rows")
+    print(f"{name:22} limited by bytes up to {seconds[name] * rate:4.0f} rows")
 
 # %% [markdown]
 # The fewer the bytes, the earlier arithmetic becomes the limit, and in large batches the formats need the same time:
@@ -789,13 +807,13 @@ for method in ("bf16", "int8, head int8", "int4 g128, head int8"):
 # bfloat16 loses 0.4 ms, and not to its weights: for one request, this engine has a **fused** step, with five
 # overlapping kernel launches for each layer. For more, a layer takes some ten, and between them the GPU is idle (lesson
 # 11). The fourth line shows what that costs. The quantized formats lose more than 0.6 ms, a larger share of a shorter
-# step, for two reasons. The fused step is one; the other is the kernel for 2 to 64 rows, which takes 0.4 ms more for a
-# step's products than the kernel for a single row. (Products measured alone do not overlap, so their times do not add
-# up to a step.)
+# step, for two reasons. The fused step is one; the other is the kernel for 2 to 64 rows, which converts codes (section
+# 6) and takes 0.4 ms more for a step's products than the kernel for a single row. (Products measured alone do not
+# overlap, so their times do not add up to a step.)
 #
 # With 64 requests, nothing is left of the gain, sooner than the floors say, since they leave out the cost of converting
-# each weight. With 3,000, this engine even writes the matrix in 16 bits and reads it again, and the floor is the
-# arithmetic anyway. To speed up large batches, the arithmetic itself must have fewer bits. That takes quantized
+# each weight. With 3,000 requests, this engine even writes the matrix in 16 bits and reads it again, and the floor is
+# the arithmetic anyway. To speed up large batches, the arithmetic itself must have fewer bits. That takes quantized
 # activations: lesson 07.
 #
 # ## 9 · Which parts need more bits? · optional, 3 min
@@ -828,8 +846,8 @@ llm.close()
 # %% [markdown]
 # The first four add up to almost exactly the KL divergence of all layers. `qkv` loses most for its size. The head in 4
 # bits costs as much as all layers together, and in 8 bits almost nothing. The last line is a recipe: `qkv` in 8 bits,
-# all other matrices of the layers in 4. As a file for `minillm quantize --recipe`, it is
-# `{"layers.*.qkv": "int8", "layers.*": {"method": "int4", "group_size": 64}}`.
+# all other matrices of the layers in 4. Its second pattern fits `qkv`, too: the first one that fits decides. As a file
+# for `minillm quantize --recipe`, it is `{"layers.*.qkv": "int8", "layers.*": {"method": "int4", "group_size": 64}}`.
 #
 # ## Recap · 2 min
 #
@@ -844,8 +862,8 @@ llm.close()
 # * Fewer bytes make small batches faster, apart from the share that stays in 16 bits. With large batches, they only
 #   save memory.
 #
-# **What got worse:** quality, a little, and not evenly: the mean over a text hides single answers that change. Every
-# use of a weight now needs a conversion; on a CPU, a step with int4 became slower. Shapes have to fit groups, and files
+# **What got worse:** quality, a little, and not evenly: the mean over a text hides single answers that change. Most
+# uses of a weight now need a conversion; on a CPU, a step with int4 became slower. Shapes have to fit groups, and files
 # have layouts that writer and reader must agree on.
 #
 # Rounding to the nearest looks at weights only. It treats an input that is always near 0 the same as one that dominates

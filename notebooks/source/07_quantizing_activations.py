@@ -181,9 +181,9 @@ print(f"int8_linear is {whose(int8_linear)}; calls of yours: {used.calls['linear
 # But the scale is the same for all tokens.
 #
 # **Predict first.** The measure is lesson 05's KL divergence from the unquantized model, which is 0 if both make the
-# same predictions. How many times larger is it with dynamic int8 activations than with 16-bit activations (W8A16)? And
-# how many times larger with a static scale for each product than with dynamic scales? (The number after ± is the
-# standard error over the rows of text. Ratios compare the two models row by row. See lesson 06.)
+# same predictions. How many times larger is it with dynamic int8 activations than with unquantized activations
+# (W8A16)? And how many times larger with a static scale for each product than with dynamic scales? (The number after ±
+# is the standard error over the rows of text. Ratios compare the two models row by row. See lesson 06.)
 
 # %% tags=["exercise"]
 guess_dynamic = 3  # PREDICT: KL divergence W8A8 dynamic / W8A16
@@ -494,7 +494,7 @@ check(hadamard)
 #
 # The engine's `rotate` does all this, with random signs before $H$, so that no regular pattern of outliers adds up. The
 # online part is the operation `hadamard`, which `using` replaces with yours. (`down` has 768 = 64 x 12 inputs, not a
-# power of 2, but Paley (1933) found a Hadamard matrix of order 12. So `hadamard_by` passes 12 groups of 64 channels to
+# power of 2, but Hadamard (1893) found a matrix of order 12, too. So `hadamard_by` passes 12 groups of 64 channels to
 # your function, and the engine then combines the groups.)
 #
 # Nothing was planted in the original `tiny-gemma`, but the inputs of its `down` are uneven, as section 2 showed.
@@ -535,7 +535,7 @@ for before, after, guess in (
 # rotation, the loss is the same as before, within the error. With static scales, the loss comes close to what it was
 # with dynamic scales before the rotation.
 #
-# (Once `hadamard` is solved, each pass over the text calls it 8 times: twice for the stream, once in each layer.)
+# (Once `hadamard` is solved, the text's two passes call it 8 times each: twice for the stream, once in each layer.)
 #
 # With outliers, static W8A8 destroyed the model in section 3. With rotation it is usable, without any smoothing. The
 # inputs of `down` show why:
@@ -604,7 +604,7 @@ describe("""Five bytes with sign, exponent and mantissa in colors: 0 0101 010 is
 
 # %% tags=["exercise"]
 def round_to_e4m3(x):
-    """The nearest numbers of e4m3, in the dtype of x. x: float32 or float64, any shape, no NaN.
+    """The nearest numbers of e4m3, in the dtype of x. x: finite, float32 or float64, any shape.
 
     Halves go to the even neighbor; numbers beyond -448 to 448 become -448 or 448; 0 stays 0.
     """
@@ -656,8 +656,8 @@ for name, guess in (("", guess_plain), ("outliers: ", guess_with)):
 
 # %% [markdown]
 # Without outliers, FP8 is worse: three bits of mantissa are not much. But FP8 does not even notice the outliers. A
-# number that is 32 times larger has an exponent that is larger by 5, and the same mantissa. Static scales do no harm
-# either: if a scale is too large for a token, its numbers get smaller exponents. So FP8 needs neither smoothing nor
+# number that is 32 times larger has an exponent that is larger by 5, and the same mantissa. Static scales do little
+# harm: if a scale is too large for a token, its numbers get smaller exponents. So FP8 needs neither smoothing nor
 # careful scales here, and it is usually the first thing to try on a GPU that has it.
 #
 # **Predict first:** what if we do both, and *rotate* the model with outliers before FP8? Its KL divergence becomes how
@@ -695,13 +695,13 @@ compare("rotated / not rotated", unit="times", prediction=guess_both, measured=f
 # inputs before they add it; for MXFP8 the tensor cores do it themselves, as for FP4 in lesson 08. An outlier then
 # spoils only its own group.
 #
-# Which formats are worth storing depends on what a GPU's tensor cores can multiply:
+# Which formats are worth storing depends on what a GPU can multiply:
 #
 # | GPUs | int8 | FP8 | FP4, MXFP8 |
 # |---|---|---|---|
 # | Ampere (A100, RTX 30) | yes | no | no |
 # | Ada, Hopper (L4, RTX 40, H100, H200) | yes | yes | no |
-# | Blackwell (B200, RTX 50) | yes | yes | yes |
+# | Blackwell (B200, RTX 50) | yes; B300 hardly | yes | yes |
 #
 # ## 7 · W4A8, and what to choose · 11 min
 #
@@ -759,9 +759,9 @@ real_model.report(
 # %% [markdown]
 # Quantizing activations to int8 as well costs nine times as much as quantizing only the weights. Static scales multiply
 # that cost by 28, and perplexity doubles. In a smoothed model, perplexity still rises by 14% with them. FP8 loses only
-# a quarter more with static scales than with dynamic ones. With those, SmoothQuant and rotation undo most of the loss,
-# and then int8 loses *less* than FP8: a fifth as much when rotated. W4A8, which uses AWQ's weights, loses only slightly
-# more than AWQ.
+# a quarter more with static scales than with dynamic ones. With dynamic scales, SmoothQuant and rotation undo most of
+# the loss, and then int8 loses *less* than FP8: a fifth as much when rotated. W4A8, which uses AWQ's weights, loses
+# only slightly more than AWQ.
 #
 # What could W4A8 gain? The next cell computes floors for Gemma 2B, as in lesson 05: a step takes at least the time to
 # read all weights at the H200's copy rate, and that of its arithmetic, at the rate of the record's products of 2,048

@@ -7,8 +7,8 @@
 # rounding. Everything that you write runs inside the engine or on its records.
 #
 # **85 minutes**, and 35 for the two optional sections. **Needs:** a CPU, and lessons 02 (attention and the cache), 05
-# (codes, scales, groups) and 07 (int8 and FP8). The only model that runs here is `tiny-gemma`; GPU speeds come from
-# committed records.
+# (codes, scales, groups), 06 (AWQ and GPTQ) and 07 (int8 and FP8). The only model that runs here is `tiny-gemma`; GPU
+# speeds and the results of a larger model come from committed records.
 
 # %%
 import torch
@@ -123,14 +123,15 @@ for layer, pair in enumerate(kept):
 #
 # ### What may share a scale?
 #
-# Rounding is best if numbers of similar size share a scale. But a cache is written one token at a time, and what has
-# been written is never changed. When a token's key is quantized, the tokens after it do not exist yet.
+# Rounding is best if numbers of similar size share a scale. But a cache grows: a prompt's tokens are written together,
+# those of the output one at a time, and what has been written is never changed. A scale found in the prompt would have
+# to fit all later tokens.
 #
 # | one scale for | known when a token is written? |
 # |---|---|
-# | the whole tensor | only if calibration found it beforehand; a larger value is clamped |
+# | the whole tensor | only if calibration or the prompt gave it; a larger value is clamped |
 # | a channel | the same |
-# | a token and KV head | yes: it is the largest magnitude of the $d$ numbers at hand |
+# | a token and KV head | yes: the head's numbers are all there, and the scale follows from the largest |
 #
 # The last one has another advantage: the scale of a token is stored at the token's place. Blocks that are shared,
 # evicted or copied (lesson 09) take their scales with them.
@@ -165,8 +166,8 @@ for place, (name, guess) in enumerate((("keys", guess_keys), ("values", guess_va
 # One scale for the whole tensor is clearly worse than the other two. Between those, the ratios point in the direction
 # of the stripes, keys above 1 and values below, but neither is two standard errors from 1: with only keys or only
 # values rounded, to 4 bits, this much text cannot tell which is better. (Section 3 rounds both.) At eight bits, the
-# loss is tiny either way (section 3), so we use a scale for each token and head, the only one that needs no
-# calibration.
+# loss is tiny either way (section 3), so we use a scale for each token and head, the only one of the three that does
+# not depend on other tokens.
 #
 # ### Eight bits
 #
@@ -181,8 +182,11 @@ for place, (name, guess) in enumerate((("keys", guess_keys), ("values", guess_va
 # * FP8: $s = 2.54 / 448 = 0.00567$. The quotients are 105.8, -448, 229.3 and 0. Numbers from 64 to 128 have steps of 8,
 #   those from 128 to 256 steps of 16, so the codes are 104, -448, 224 and 0.
 #
+# (Lesson 07 had 127.5 steps and clamped. With 127, no code is too large, and steps are only 0.4% larger.)
+#
 # **Exercise 1 (9 minutes).** Write it for both formats. `.to(torch.float8_e4m3fn)` rounds to the nearest number in
-# e4m3, and halves to even; a conversion to int8 truncates instead of rounding.
+# e4m3, and halves to even; a conversion to int8 truncates instead of rounding. There is no smallest scale: however
+# small a head's numbers are, the largest becomes the largest code.
 
 
 # %% tags=["exercise"]
@@ -390,9 +394,9 @@ several channels of one token. The newest tokens of both are gray, and labeled 1
 # recent tokens cost few bytes and help with hard tasks.) Channel scales fold as well: a key's into the *query*
 # ($q_i s_i$, once for each group of tokens), a value's into the output. With a 16-bit scale and a 16-bit zero point
 # for 32 codes, two bits are really three. The engine does not have this: blocks would hold tokens of two formats, and
-# a sequence that is cut back, as in speculative decoding, would have to cut through a group. Nor does it evict tokens,
-# the other way to a smaller cache. And rows of 256 tokens say nothing about long contexts: test those with questions
-# whose answers are far back in the text.
+# a sequence that is cut back, as in speculative decoding (lesson 13), would have to cut through a group. (Another way
+# to a smaller cache is to evict tokens: lesson 09, attention sinks.) And rows of 256 tokens say nothing about long
+# contexts: test those with questions whose answers are far back in the text.
 #
 # SmolLM2-135M (the record of lesson 05) has heads of 64, too. Again, `channel` means channels for keys:
 
@@ -402,9 +406,9 @@ real_model.report(
 )
 
 # %% [markdown]
-# Eight bits are harmless here as well, and int8 is better. With four bits, channels for keys remove 70% of the loss; in
-# `tiny-gemma`, the ratio was 1.8, about two standard errors from 1. With two bits, both are unusable, and channels are
-# even worse: without KIVI's groups and zero points, neither is good enough.
+# Eight bits are harmless here as well, and int8 is better. With four bits, channels for keys remove 70% of the loss, a
+# ratio of 3.4; in `tiny-gemma`, the ratio was 1.8, about two standard errors from 1. With two bits, both are unusable,
+# and channels are even worse: without KIVI's groups and zero points, neither is good enough.
 #
 # ## 4 · Choosing · 25 min
 #
@@ -426,16 +430,16 @@ choices.print_nvidias()
 guess_same = 10  # PREDICT: of NVIDIA's 14 speed ratings, those that our record confirms
 
 # %%
-found = choices.measured()
-choices.print_ours(found)
-ratings = choices.judgments(found)
-compare("confirmed", unit="of 14", prediction=guess_same, measured=choices.confirmed(found))
+methods = choices.measured()
+choices.print_ours(methods)
+ratings = choices.judgments(methods)
+compare("confirmed", unit="of 14", prediction=guess_same, measured=choices.confirmed(methods))
 for (name, _), (theirs, ours, requests) in ratings.items():
     if theirs != ours:
         print(f"  {name:26} {requests:5,} requests: NVIDIA says {theirs}, our record {ours}")
 print("\nconfirmed, if these requests stand for the two columns:")
 for few in (1, 4):
-    counts = {many: choices.confirmed(found, few, many) for many in (16, 64, 3000)}
+    counts = {many: choices.confirmed(methods, few, many) for many in (16, 64, 3000)}
     print("  ", ", ".join(f"{few} and {many:,}: {count}" for many, count in counts.items()))
 
 # %% [markdown]
@@ -461,9 +465,9 @@ for few in (1, 4):
 #
 # ### The Pareto front
 #
-# Which methods can be ruled out? One method *beats* another if it is at least as good in every number, and better in
-# one. The methods that no other beats form the **Pareto front**. None of them is the best: which one to take depends on
-# what you need most.
+# Which methods can be ruled out? One method *beats* another if it is at least as good in every number, and better in at
+# least one. The methods that no other beats form the **Pareto front**. None of them is the best: which one to take
+# depends on what you need most.
 #
 # **Exercise 3 (9 minutes).** Find the front. For every number, less is better. Equal points do not beat each other.
 #
@@ -501,7 +505,7 @@ panels, fronts = {}, {}
 for requests in (1, 3000):
     title = f"{requests:,} request{'s' * (requests > 1)} at once"
     panels[title] = {
-        name: (row.kl, row.bytes, row.gains[requests]) for name, row in found.items()
+        name: (row.kl, row.bytes, row.gains[requests]) for name, row in methods.items()
     }
     panels[title]["bfloat16"] = (0.0, choices.dense_bytes(), 1.0)
     fronts[title] = my_front(
@@ -518,8 +522,9 @@ fastest with one request, and about as fast as bfloat16 with 3,000.""")
 # %% [markdown]
 # The bytes are those of weights and scales. All methods with eight-bit weights take the same, so for one request INT8
 # weight-only, which is faster and loses less, beats both FP8 and SmoothQuant. With 3,000 requests it is no faster than
-# bfloat16: it stays on the front for its KL, and the other two join it. The three W4A16 methods differ only in KL, so
-# GPTQ beats the others, but a front does not ask how large a difference is, or whether it could be chance.
+# bfloat16: it stays on the front because it takes fewer bytes than bfloat16 and loses less than the other two, which
+# join it. The three W4A16 methods differ only in KL, so GPTQ beats the others, but a front does not ask how large a
+# difference is, or whether it could be chance.
 #
 # ### A recommendation that explains itself
 #
@@ -547,12 +552,16 @@ for case, (name, gpu, traffic) in CASES.items():
 # %% [markdown]
 # Find out what each case spends its time on: reading weights, arithmetic, or reading keys and values. Where prompts are
 # long and outputs short, most tokens belong to prompts, and a step reads the weights once for very many of them, so
-# arithmetic takes the time. Gemma 2B's single KV head also keeps its cache small. (Where it says fp8 for the cache,
-# int8 would take the same bytes.) `minillm serve --quantization auto` asks the same function about the GPU that it
-# finds, and leaves out methods that need calibration. The quality of a method is a rating from NVIDIA's table and a
-# number from `tiny-gemma`: that GPTQ comes before AWQ and int4 rests on the perplexity of this one small model on one
-# text, which is weak (on SmolLM2, AWQ is ahead: lesson 06). Your model and your task are neither, so measure before you
-# decide: `minillm eval --compare` does it for a model of yours, as it did for our table.
+# arithmetic takes the time. Gemma 2B's single KV head also keeps its cache small. (For the cache, `recommend` compares
+# only 16 bits and fp8. int8 takes the same bytes and loses less in both of our models; decode attention is up to 6%
+# slower with it on the H200.) `minillm serve --quantization auto` asks the same function about the GPU that it finds,
+# and leaves out methods that need calibration.
+#
+# The quality of a method is a rating from NVIDIA's table and a number from `tiny-gemma`. Both are about weights and
+# activations: what an fp8 cache adds is in section 3. NVIDIA's rating ("high") rules out int4: by default, `recommend`
+# accepts only a low loss. That GPTQ comes before AWQ rests on the perplexity of this one small model on one text, which
+# is weak evidence (on SmolLM2, AWQ is ahead: lesson 06). Neither the rating nor the number is about your model and your
+# task, so measure before you decide: `minillm eval --compare` does it for a model of yours, as it did for our table.
 #
 # ## 5 · FP4: four bits in blocks · optional, 20 min
 #
@@ -653,7 +662,8 @@ for name, base, guess in (("NVFP4", 32, guess_nv), ("MXFP4", 64, guess_mx)):
 
 # %% [markdown]
 # At equal size, neither ratio is two standard errors from 1: on this model, NVFP4, MXFP4 and int4 cannot be told apart.
-# Size matters: with groups of 32 instead of 128, int4 loses about a third less. And on SmolLM2-135M?
+# Size matters: with groups of 32 instead of 128, int4 loses about a third less. (Groups of 16 show no further gain.)
+# And on SmolLM2-135M?
 
 # %%
 real_model.report(["int4-g32", "nvfp4", "int4", "mxfp4"], labels={"int4": "int4-g64"})
@@ -687,7 +697,8 @@ uses 1 instead.""")
 # In torch, `x.detach()` has the value of `x` and no gradient. So `w + (rounded - w).detach()` has the value of
 # `rounded` and the gradient of `w`.
 #
-# **Exercise 5 (7 minutes).** Write fake quantization with lesson 05's symmetric groups, as in the formula.
+# **Exercise 5 (7 minutes).** Write fake quantization with lesson 05's symmetric groups, as in the formula. Only a group
+# of zeros needs another scale, however small the numbers of the others are.
 #
 # For example, with 4 bits and one group, `0.34, -0.86, 1.5, 0.08` has the scale $1.5 / 7.5 = 0.2$. The quotients 1.7,
 # -4.3, 7.5 and 0.4 become the codes 2, -4, 7 (8 is clamped) and 0, so the values are `0.4, -0.8, 1.4, 0`.
@@ -775,10 +786,10 @@ for name, row in rows.items():
 #
 # ## Recap · 3 min
 #
-# * With enough requests, keys and values outweigh the weights. Eight bits hold nearly twice as many.
-# * A cache is written token by token, so a scale for each token and head is the one that needs no calibration. It folds
-#   into the scores and into the softmax's weights: products see only codes.
-# * Keys have large channels, values do not. With four bits, keys lose less with scales for channels than for
+# * With enough requests, keys and values outweigh the weights. In eight bits, nearly twice as many tokens fit.
+# * A cache grows, and what has been written is never changed. A scale for each token and head does not depend on later
+#   tokens. It folds into the scores and into the softmax's weights: products see only codes.
+# * Keys have large channels, values hardly. With four bits, keys lose less with scales for channels than for
 #   tokens. With eight bits, both lose next to nothing.
 # * With few requests, the time goes into reading weights; with many, into arithmetic; with long contexts, into reading
 #   the cache. Choose by what your traffic spends its time on.
@@ -789,8 +800,8 @@ for name, row in rows.items():
 #
 # **What got worse:** every key and value is now rounded once, and what is in the cache stays wrong for the rest of its
 # request. Each scale takes 4 bytes, which is a lot for small heads. Every kernel that touches the cache now has three
-# formats to support. Without hardware for it, FP4 only saves memory, and distillation needs a training run for each
-# model and each format. A recommendation rests on estimates and on one small model's quality.
+# formats to support. Without hardware that multiplies it, FP4 is one more weight-only format, and distillation needs a
+# training run for each model and each format. A recommendation rests on estimates and on one small model's quality.
 #
 # **Next:** a smaller cache lets more requests run at once, if its memory can be handed out without gaps. Requests grow
 # by a token in each step, and no one knows in advance when they will end. Lesson 09 divides the cache into blocks, the

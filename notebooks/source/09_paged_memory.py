@@ -446,9 +446,9 @@ print(f"prefix_keys is {whose(prefix_keys)}")
 # A and B share their first key. C's second block has the same words as B's, but a different prefix, so it has a
 # different key.
 #
-# The engine's own version is the same chain. Its `cache_key` is the salt. Look for two differences: `digest_size=16`, a
-# cryptographic hash of 128 bits, and `known`, the keys of earlier blocks, so that a growing request is not hashed from
-# its start again and again.
+# The engine's own version is the same chain. Its `cache_key` is a tuple of the salt and whatever else must be equal.
+# Look for two differences: `digest_size=16`, a cryptographic hash of 128 bits, and `known`, the keys of earlier blocks,
+# so that a growing request is not hashed from its start again and again.
 
 # %%
 # ENGINE: minillm.kv_cache.block_pool:prefix_keys

@@ -659,8 +659,8 @@ few = run(traffic, max_num_seqs=ROWS, block_size=4, num_blocks=32)
 print("blocks   preemptions   tokens run   steps   the same tokens")
 for blocks, each in {"plenty": runs["in flight"], "32": few}.items():
     same = each.answers == runs["in flight"].answers
-    counts = f"{each.stats['preemptions']:13} {each.tokens:12,} {len(each.steps):7}"
-    print(f"{blocks:>6} {counts}   {same}")
+    numbers = f"{each.stats['preemptions']:13} {each.tokens:12,} {len(each.steps):7}"
+    print(f"{blocks:>6} {numbers}   {same}")
 
 # %% [markdown]
 # The number of steps grows by a larger factor than the number of tokens. Computing tokens twice is one cost; the other

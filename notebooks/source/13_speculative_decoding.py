@@ -7,7 +7,7 @@
 # * write the rule that accepts drafts, and say what has to happen to the cache when some are rejected;
 # * write a drafter that needs no model, and run it inside the engine;
 # * decide from measured step times how many drafts are worth their time, and when none are;
-# * derive rejection sampling, the rule of most other engines, and find the mistakes that break it.
+# * derive rejection sampling, the rule of the two papers of 2023, and find the mistakes that break it.
 #
 # **100 minutes. Needs:** a CPU, and lessons 00, 02 and 10. You should know what a *step* of the engine is, that a step
 # reads all weights once, and what the KV cache holds.
@@ -16,7 +16,7 @@
 import numpy as np
 import torch
 
-from minillm import LLM, using
+from minillm import LLM
 from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
 from minillm.course.lesson_13 import pictures as draw
 from minillm.course.lesson_13 import speculating
@@ -49,8 +49,10 @@ compare("8 tokens", unit="times", prediction=guess_eight, measured=recorded[8] /
 
 # %% [markdown]
 # Most of the difference is between 1 and 4 tokens: for a single token the engine has a faster step of its own (lesson
-# 11), which several tokens cannot use. From 4 tokens to 64, the time grows by little more than a quarter. On the CPU of
-# this machine, with the small embedded model, most of a step's time does not depend on the number of tokens either:
+# 11), which several tokens cannot use. From 4 tokens to 64, the time grows by little more than a quarter, and much of
+# that is not the steps': the record divides the time of whole runs by their 256 steps, so each figure contains a share
+# of the time that the prompts took, about a tenth for 64 requests. On the CPU of this machine, with the small embedded
+# model, most of the time of a step of up to 8 tokens does not depend on their number either:
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 for tokens, ms in speculating.milliseconds(model).items():
@@ -61,7 +63,7 @@ for tokens, ms in speculating.milliseconds(model).items():
 # and that is not known before the step ends. It can be guessed, though. Suppose that something cheap, the **drafter**,
 # guesses the next few tokens: the **drafts**. Then one step of the model, now called the **target**, runs the newest
 # token and all drafts together, just as it runs the tokens of a prompt. Its logits say what the target itself would
-# have chosen after each of them. So drafts that are right are found out in a single step, and so are wrong ones.
+# have chosen after each of them. So a single step shows which drafts are right, and which is the first wrong one.
 #
 # This is **speculative decoding** (Leviathan et al. 2023; Chen et al. 2023). `TargetModel`, from this lesson's helpers,
 # is the model together with the cache of one request. `run` runs tokens after those in the cache and returns the logits
@@ -133,7 +135,8 @@ for position in (8, 9, 10):
 # all drafts are right, that is one token beyond the last draft. If the first one is wrong, the step still gains one
 # token, as any decode step does. And every token is the one that decoding without drafts would have chosen, because it
 # was chosen from the same logits with the same number. No draft can change a text. It can only make it come sooner, or
-# waste time.
+# waste time. (Up to rounding: a step of several tokens may add in another order, which can decide between two nearly
+# equal tokens. This lesson computes in float64, where such ties are too rare to see.)
 #
 # **Exercise 1 (6 minutes).** Write the check. For example, with the drafts 5 and 6, if the target's own tokens are 5, 9
 # and 3, the step gains `[5, 9]`: the first draft is right; in place of the second the target has 9; and 3, chosen after
@@ -203,8 +206,9 @@ print(
 # position, so a step gains up to five tokens.
 #
 # The engine does the same, for all rows of a step. A drafter is called a **proposer** there, and
-# `using(proposer=...)` replaces the engine's own, like any other part. `speculating.drafting` makes a proposer from a
-# function of (tokens so far, most drafts). By your loop, and by the engine, the same drafts must take the same steps:
+# `using(proposer=...)` replaces the engine's own, like any other part. Here `speculating.run` does that for us.
+# `speculating.drafting` makes a proposer from a function of (tokens so far, most drafts). By your loop, and by the
+# engine, the same drafts must take the same steps:
 
 # %%
 for temperature in (0, TEMPERATURE):
@@ -289,10 +293,11 @@ first of the three.""")
 
 # %% tags=["exercise"]
 def lookup(tokens: list[int], most: int, sizes: tuple[int, ...] = (8, 4, 2)) -> list[int]:
-    """Up to `most` drafts (at least 1) for what follows `tokens`; [] if no place is found.
+    """Up to `most` drafts for what follows `tokens`; [] if no place is found.
 
-    tokens: prompt and answer so far; do not change it. sizes: the n to try, in this order. The first
-    n whose last n tokens also stand earlier decides; of several places, the newest one counts.
+    tokens: prompt and answer so far; do not change it. most: 1 or more. sizes: the n to try, in this
+    order. The first n whose last n tokens also stand earlier decides; of several places, the newest
+    one counts.
     """
     # SOLUTION: for each size, go from the newest earlier place to the oldest, and compare; return what
     #   follows the first place that is found
@@ -314,7 +319,7 @@ check(lookup)
 #
 # We try it on three prompts, greedily and with a temperature: the beginning of a story, a hotel's guest book, and
 # questions with sums. For now `speculating.run` makes the engine run all drafts; section 5 is about which ones it
-# should. The first line of the guest book begins:
+# should. The guest book begins like this, and a line of the model's continuation follows:
 
 # %%
 print(GUESTS.splitlines()[0])
@@ -369,11 +374,12 @@ describe("""Two bar charts, a bar per step. Greedily, about half of the steps ru
 drafts are accepted, up to seven. With a temperature there are more steps, and most of the drafts are rejected.""")
 
 # %% [markdown]
-# The mean number of tokens per step is called the **acceptance length**; without drafts it is 1. Three things can be
-# seen here. It depends on the text: hardly anything in the story repeats, so there is hardly anything to look up, and
-# little is lost either. It depends on the temperature: sampled tokens are left to chance, so good guesses fail. And
-# in the guest book most steps run either no draft or seven, of which some are wrong: those cost time, which is the
-# subject of the next section.
+# `tokens a step` is the mean of the steps after the prompt's; without drafts it is 1. (Other engines report the
+# **acceptance length**, which counts only the steps that had drafts, so it is larger.) Three things can be seen here.
+# It depends on the text: hardly anything in the story repeats, so there is hardly anything to look up, and little is
+# lost either. It depends on the temperature: sampled tokens are left to chance, so good guesses fail. And in the guest
+# book most steps run either no draft or seven, of which some are wrong: those cost time, which is the subject of the
+# next section.
 #
 # Here is the engine's proposer. It keeps, for each request, a dictionary from the hash of each n-gram to the newest
 # place after it, so that a lookup takes the same time however long the text is: your function compares with every
@@ -389,14 +395,16 @@ drafts are accepted, up to seven. With a temperature there are more steps, and m
 # A step with drafts takes longer than one without. On the H200, eight tokens take 1.33 times as long as one. So seven
 # drafts pay if a step gains more than 1.33 tokens on average. This is the **break-even**.
 #
-# These are times of steps in CUDA graphs. This engine does not capture steps with drafts yet; it launches them kernel
-# by kernel (lesson 11), so on a GPU they take several times as long, and drafts pay much later. A rough estimate: with
-# all steps launched so, an answer took an H200 5.9 times as long (record `h200/ablation`). If a step with seven drafts
-# does too, it has to gain 5.9 tokens. From here on, the lesson counts as if such steps were captured.
+# These are times of steps in CUDA graphs. The engine runs steps with drafts in the same graphs (lesson 11), each draft
+# as a row, like another request's token. One thing is left out: the next drafts depend on the tokens before them, and
+# the host looks them up. So a step with drafts is launched only once the one before it has been read, and in between a
+# GPU waits. (With `speculate_ahead=True`, the GPU looks them up itself and does not wait. It is off by default until a
+# record shows what it gains.)
 #
 # How many tokens does a step with $k$ drafts gain? Say that each draft is right with the probability $p$, if those
-# before it are. The first is needed in any case, and right with probability $p$; the second counts only if the first is
-# right, too, so it gains a token with probability $p^2$; and so on. With the token that every step gains:
+# before it are. The first draft is tested in any case, so it gains a token with probability $p$; the second counts only
+# if the first is right, too, so it gains a token with probability $p^2$; and so on. With the token that every step
+# gains:
 #
 # $$E(k) = 1 + p + p^2 + \dots + p^k \qquad \text{tokens per ms:} \quad \frac{E(k)}{t(k)}$$
 #
@@ -519,7 +527,7 @@ class Careful:
 # %% [markdown]
 # For comparison we also need drafts at their worst: `nonsense` always drafts seven tokens, and all are wrong. The table
 # counts what each step ran in the engine, and adds up what such steps would take by the H200's record, in CUDA graphs.
-# (They ran on a CPU; the next cell has its times.)
+# (They ran on a CPU; the CPU's times come after the table.)
 
 
 # %%
@@ -550,8 +558,8 @@ for label, (before, every, chosen) in runs.items():
 # text repeats, care costs a little or nothing: the estimate follows the text with a delay.
 #
 # The engine makes the same decision for all rows of a step at once, since they share its time. It measures the times
-# itself while it serves. And it pauses a row whose drafts are not worth it, for a while that doubles: to be asked for
-# drafts, a row must wait until its last token is known, and cannot run ahead (lesson 10). On this machine:
+# itself while it serves. And it pauses a row whose drafts are not worth it, for a while that doubles: where the
+# host drafts, a row must wait until its last token is known, and cannot run ahead (lesson 10). On this machine:
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 print(f"{'CPU seconds, this machine':28}no drafts   all   as the engine decides")
@@ -565,9 +573,12 @@ for name, prompt in PROMPTS.items():
 #
 # ## 6 · Rejection sampling · 22 min
 #
-# Other engines do not derive a token's random number from its position, so "the target's own token" is a different one
-# each time it is drawn. What they can promise is that tokens have the same *distribution* as without drafts. The rule
-# for that is **rejection sampling**, from both papers of 2023, and it is worth knowing: vLLM and transformers use it.
+# An engine whose random numbers depend on the step or on the batch cannot promise the same text: it draws for all
+# positions of a step at once, and the numbers of rejected ones are spent. What it can promise is that tokens have the
+# same *distribution* as without drafts. Agreement keeps that promise too, with any random numbers. (llama.cpp, where
+# each request has a generator of its own, even keeps the text: it draws the target's tokens in order, and stops at the
+# first that is not its draft.) **Rejection sampling**, from both papers of 2023, keeps it as well and accepts
+# at least as many of the drafts that a model draws. Transformers uses it and vLLM has it, so it is worth knowing.
 #
 # The drafter samples its draft $x$ from a distribution $q$. The target has the distribution $p$ at this position.
 # Where $q(x) \le p(x)$, the drafter never proposes $x$ too often, so always accept it. Where $q(x) > p(x)$, it proposes
@@ -623,7 +634,7 @@ check(accept_or_resample)
 
 # %% [markdown]
 # This rule is easy to get slightly wrong, and nothing crashes when it is: the text still reads well. Only statistics
-# can tell. Here are four variants that have all been seen in real code:
+# can tell. Here are four variants that are easy to write:
 #
 # * **A** resamples from $p$ after a rejection, instead of from the residual.
 # * **B** accepts with probability $p(x)$, as if the drafter's probability did not matter.
@@ -682,10 +693,11 @@ compare("right variants", unit="of 4", prediction=guess_right, measured=right)
 #
 # ### Which is better?
 #
-# A draft is accepted with probability $\sum_x \min(p(x), q(x))$ by rejection sampling, and no rule that keeps the
-# distribution accepts more. With agreement it depends on how the drafter draws. Prompt lookup has no distribution: its
-# draft is accepted with probability $p(x)$ by both rules. A draft model can draw with *the same number* as the target
-# and so make the same choice more often; how much more often depends on how a number becomes a token:
+# A draft that was drawn from $q$ is accepted with probability $\sum_x \min(p(x), q(x))$ by rejection sampling, and no
+# rule that keeps the distribution and looks at one draft at a time accepts more. With agreement it depends on how the
+# drafter draws. Prompt lookup has no distribution: its draft is accepted with probability $p(x)$ by both rules. So is
+# the likeliest token of a draft model, which many engines propose. A draft model can also draw with *the same number*
+# as the target and so make the same choice more often; how much more often depends on how a number becomes a token:
 
 # %%
 shared = np.minimum(P, Q).sum()
@@ -703,44 +715,57 @@ print(f"agreement, one number for each token:    {by_gumbel:.3f}")
 # %% [markdown]
 # Cumulative sums work badly here, since a difference at the first token moves all later ones. The last line is for
 # another way to draw, which has one random number for each token: take the token with the largest
-# $\log p(x) + g(x)$, where $g(x)$ is *Gumbel* noise, computed from seed, position and token. It is accepted at least
-# $(1 - d)/(1 + d)$ of the time, where $1 - d$ is what rejection sampling accepts (Daliri et al. 2024).
+# $\log p(x) + g(x)$, where $g(x)$ is *Gumbel* noise, computed from seed, position and token. A draft that is
+# drawn this way is accepted at least $(1 - d)/(1 + d)$ of the time, where $1 - d$ is what rejection sampling accepts
+# (Daliri et al. 2024).
 #
 # This engine uses cumulative sums. Real distributions are kinder than these: with a draft model made from the embedded
-# one, at temperature 0.7, 72% of drafts agree, and rejection sampling would accept 75% (record `cpu/draft-draws`). And
-# agreement gives the same text with and without drafts, which can be compared token by token in a test, works with
-# penalties and grammars as they are, and needs no probabilities of the drafter.
+# one, at temperature 0.7, 72% of drafts agree, and rejection sampling would accept 75% (record `cpu/draft-draws`). At
+# temperature 1.5, 51% agree and it would accept 58%; the draft model's likeliest token, which this engine does not
+# propose, would be right in 63%. And agreement gives the same text with and without drafts, which can be compared token
+# by token in a test, works with penalties and grammars as they are, and needs no probabilities of the drafter.
 #
 # ## 7 · When to leave it off · 4 min
 #
 # So far, one request had the step to itself. With more of them, the batch already fills the time that drafts would use.
-# Lesson 00's record of the H200 has steps of 1, 8, 64 and 512 tokens: those of 1, 8 and 64 requests, without drafts and
-# with seven for each. (Again, all are times of CUDA graphs.)
+# Lesson 00's record of the H200 has steps of 1, 8, 64, 256 and 512 tokens. Without drafts, 1, 8 and 64 requests run as
+# many tokens; with seven drafts for each request, they run 8, 64 and 512. With three drafts, 64 requests run 256.
+# (Again, all are times of CUDA graphs. This is not the record of section 1: its times contain the prompts', these are
+# of steps alone.)
 
 # %%
 crowded = speculating.crowded_ms()
-longer = {requests: crowded[8 * requests] / crowded[requests] for requests in (1, 8, 64)}
-for requests, times in longer.items():
-    pays = speculating.pays_from(7, times)
-    print(f"requests: {requests:2}; {times:.2f} times as long; drafts pay from p = {pays:.2f}")
-draw.gains({f"requests: {requests}": (7, times) for requests, times in longer.items()})
-describe("""Three lines over p, and a dashed line at 1. Those of 1 and 8 requests begin at 0.74 and 0.91 for p = 0 and
-cross 1 at p = 0.26 and 0.09. That of 64 requests begins at 0.42, crosses 1 at p = 0.58, and stays below the others.""")
+lines = {}
+for requests, drafts in ((1, 7), (8, 7), (64, 7), (64, 3)):
+    times = crowded[(1 + drafts) * requests] / crowded[requests]
+    pays = speculating.pays_from(drafts, times)
+    print(
+        f"{requests:2} requests, {drafts} drafts each: {times:.2f} times as long; pay from p = {pays:.2f}"
+    )
+    lines[f"{requests} requests, {drafts} drafts each"] = (drafts, times)
+draw.gains(lines)
+describe("""Four lines over p, and a dashed line at 1. With seven drafts each, those of 1 and 8 requests begin at 0.74
+and 0.91 for p = 0 and cross 1 at p = 0.26 and 0.09; that of 64 requests begins at 0.42 and crosses 1 at p = 0.58. That
+of 64 requests with three drafts each begins at 0.72, crosses 1 at p = 0.29, and is above that of seven drafts up to
+about p = 0.9.""")
 llm.close()
 
 # %% [markdown]
 # Eight requests have even more to gain from drafts than one, because the fast step for a single token is lost already.
-# With 64, a step of 512 tokens is limited by arithmetic, and wrong drafts take time from all of them: a drafter that is
-# right half of the time makes the server slower. Three rules of thumb follow. Speculation is for latency: few requests,
-# each waiting for its tokens. It suits text that repeats (editing, quoting, code, tables) and low temperatures. And it
-# must measure itself: acceptance per request, and the step times of the machine it runs on.
+# With 64, a step of 512 tokens is limited by arithmetic, and wrong drafts take time from all of them: seven drafts each
+# from a drafter that is right half of the time make the server slower. Three each would still gain: the more requests,
+# the fewer drafts pay. With 256 requests, a single draft for each makes the step 1.70 times as long, and pays only if
+# more than 70% of them are right. Three rules of thumb follow. Speculation is for latency: few requests, each waiting
+# for its tokens. It suits text that repeats (editing, quoting, code, tables) and low temperatures. And it must measure
+# itself: acceptance per request, and the step times of the machine it runs on.
 #
 # ## Recap · 2 min
 #
 # * A step of several tokens takes little longer than a step of one. Drafts use the difference: guess the next tokens,
 #   run them together, keep the right ones.
 # * With numbers from seed and position, the target's own token at each position is certain. Accept drafts while they
-#   equal it, and take the target's token at the first difference: the same text, for all sampling options.
+#   equal it, and take the target's token at the first difference: the same text (up to rounding), for all sampling
+#   options.
 # * The cache must forget rejected tokens. In a KV cache, a smaller length is enough.
 # * Prompt lookup needs no model: what followed the last n tokens before will often follow them again.
 # * $k$ drafts gain $p + \dots + p^k$ tokens, and cost $t(k) - t(0)$. Estimate $p$ from tested drafts only, and draft
@@ -748,14 +773,14 @@ llm.close()
 # * Rejection sampling keeps the distribution: accept with $\min(1, p/q)$, resample from $\max(p - q, 0)$, and pass the
 #   $q$ that the draft was drawn from.
 #
-# **What got worse:** this engine does not capture steps with drafts in CUDA graphs yet; it launches them kernel by
-# kernel, so on a GPU they take several times as long, and drafts pay much later than by the times of this lesson. Wrong
-# drafts waste arithmetic and power. A row that may get drafts waits until its last token is known, so it cannot run
-# ahead. Tokens come in bursts. A step's cost depends on its text. And the engine has one more thing to measure and to
-# get wrong.
+# **What got worse:** wrong drafts waste arithmetic and power. Where the host drafts, a row waits until its last token
+# is known, so it cannot run ahead, and a GPU waits between steps with drafts, which the times of this lesson leave out.
+# Tokens come in bursts. A step's cost depends on its text. And the engine has one more thing to measure and to get
+# wrong.
 #
-# **Further reading:** Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*; Chen et al.
-# 2023, *Accelerating Large Language Model Decoding with Speculative Sampling*; Saxena 2023, *Prompt Lookup Decoding*;
-# Li et al. 2024, *EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty* (a drafter that reads the
-# target's own hidden states); Daliri et al. 2024, *Coupling without Communication and Drafter-Invariant Speculative
+# **Further reading:** Stern et al. 2018, *Blockwise Parallel Decoding for Deep Autoregressive Models* (guessing and
+# checking, for greedy decoding); Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*;
+# Chen et al. 2023, *Accelerating Large Language Model Decoding with Speculative Sampling*; Saxena 2023, *Prompt Lookup
+# Decoding*; Li et al. 2024, *EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty* (a drafter that reads
+# the target's own hidden states); Daliri et al. 2024, *Coupling without Communication and Drafter-Invariant Speculative
 # Decoding*. Next: lesson 99 serves everything that you wrote.

@@ -51,7 +51,7 @@ def test_afterwards_the_engine_has_its_own_policy_and_an_empty_cache(model_direc
     with LLM(model_directory, load_format="dummy", device="cpu") as llm:
         scheduler = llm.engine.scheduler
         before = scheduler.policy, scheduler.max_num_batched_tokens, scheduler.prefix_caching
-        with batching.scheduled(llm.engine, policy="static", budget=7, caching=True) as used:
+        with batching.scheduled(scheduler, policy="static", budget=7, caching=True) as used:
             assert used is scheduler and scheduler.max_num_batched_tokens == 7
             llm.generate([[1] * 40])
             assert llm.stats()["blocks_cached"]

@@ -1,5 +1,6 @@
 """What a learner reads about wrong answers that were once reported in a misleading way."""
 
+import copy
 import math
 import statistics
 from itertools import combinations
@@ -10,6 +11,7 @@ import torch
 
 from minillm.course.lesson_11.graph_sizes import padded_ms
 from minillm.course.shared import checks
+from minillm.quantization import int4
 from minillm.quantization.methods import hadamard
 from tests.course.mutants import lesson_06, lesson_06_gptq, lesson_99, lesson_99_attention
 
@@ -53,6 +55,11 @@ def returns_nothing(*given):
     pass
 
 
+def mean_of_magnitudes(x, weight, eps):
+    wide = x.float()
+    return (wide / (wide.abs().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
 def hidden_after_the_softmax(q, k, v, *, scale):
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -65,6 +72,34 @@ def the_first_row_for_all(codes):
     return (shifted[:, 0::2] + 16 * shifted[:, 1::2]).to(torch.uint8)
 
 
+def operations_follow_bytes(matrices, bytes_per_number):
+    used = [each for each in matrices if each[2]]
+    return sum(bytes_per_number * r * c for r, c, _ in used), sum(bytes_per_number * t * r * c for r, c, t in used) // 2
+
+
+def a_quarter_of_the_outputs(x, packed, scales, zeros):
+    """Small tensors, each freed before the next quarter; but several of a quarter are there together."""
+    size, rows = x.shape[1] // scales.shape[1], max(1, len(packed) // 4)
+    found = []
+    for first in range(0, len(packed), rows):
+        at = slice(first, first + rows)
+        codes = int4.unpack(packed[at]).to(x.dtype).unflatten(1, (-1, size))
+        levels = (codes - zeros[at, :, None]) * scales[at, :, None]
+        found.append(x @ levels.flatten(1).T)
+    return torch.cat(found, 1)
+
+
+def weight_by_weight(x, packed, scales, zeros):
+    """Right, but too slow for a matrix."""
+    size, out = x.shape[1] // scales.shape[1], x.new_zeros(len(x), len(packed))
+    for token in range(len(x)):
+        for row in range(len(packed)):
+            for at in range(x.shape[1]):
+                code = (packed[row, at // 2] >> 4 * (at % 2) & 15).to(x.dtype) - 8
+                out[token, row] += x[token, at] * (code - zeros[row, at // size]) * scales[row, at // size]
+    return out
+
+
 def powers_raised(weight, magnitude, moment, rounded, allowed):
     best = math.inf, None, None
     for step in range(10):
@@ -73,6 +108,27 @@ def powers_raised(weight, magnitude, moment, rounded, allowed):
         d = rounded(weight * scales) / scales - weight
         best = min(best, ((d @ moment * d).sum().item(), scales, step / 10), key=lambda each: each[0])
     return best[1], best[2]
+
+
+def best_unbound_below_1e5(weight, magnitude, moment, rounded, allowed):
+    least = 1e5
+    for step in range(10):
+        scales = allowed(lesson_06.scales_at(magnitude, step / 10))
+        d = rounded(weight * scales) / scales - weight
+        if (d @ moment * d).sum() < least:
+            least, best = (d @ moment * d).sum(), (scales, step / 10)
+    return best
+
+
+def scales_after_their_groups(weight, factor, grid):
+    work, codes, size = weight.clone(), torch.empty_like(weight), grid.group_size
+    for at in range(weight.shape[1]):
+        if at % size == 0:
+            scale = grid.scale(work[:, at : at + size])
+        codes[:, at] = grid.codes(work[:, at], scale)
+        error = (codes[:, at] * scale - work[:, at]) / factor[at, at]
+        work[:, at + 1 :] += error[:, None] * factor[at, at + 1 :]
+    return codes, torch.stack([grid.scale(each) for each in work.split(size, 1)], 1)
 
 
 def int8_linear(
@@ -368,18 +424,28 @@ CASES = [
         ["1.6 s of reading, 0.0645 s a token: expected an int, got 24.0, a float: wrap it in `int()`"],
     ),
     ("attention", hidden_after_the_softmax, ["gives its own a weight of 0", "before the softmax"]),
+    ("step_work", operations_follow_bytes, ["4 bytes per number give (176, 19240), so 2 give (88, 19240)"]),
     ("pack_codes", the_first_row_for_all, ["in row 1: expected the byte"]),
+    ("packed_linear", a_quarter_of_the_outputs, ["elements in all existed at a time", "forget it before the next"]),
     ("awq_scales", powers_raised, ["powers raised to 1e-4, as in the authors' code"]),
+    ("rms_norm", mean_of_magnitudes, ["the root of the mean of the squares"]),
+    ("MyStatistics", lesson_06.FoldedTriangle, ["the errors are right", "store x^T x, which is symmetric"]),
+    ("MyStatistics", lesson_06.Float32First, ["`second_moment`, of float64 inputs, is off"]),
+    ("awq_scales", lesson_06.raises_only_0, ["magnitude 5e-05", "to 1e-4, not only those that are 0"]),
     ("awq_scales", lesson_06.powers_in_float32, ["the scales are torch.float32: keep the dtype of `magnitude`"]),
     ("awq_scales", lesson_06.clamps_in_place, ["`magnitude` was changed"]),
+    ("awq_scales", lesson_06.begins_with_a_large_error, ["expected strength 0.5, got none", "None or math.inf"]),
+    ("awq_scales", best_unbound_below_1e5, ["it raised UnboundLocalError: ", "begin with no best one: None or math"]),
+    ("awq_scales", lesson_06.divides_what_was_allowed, ["returned are not allowed ones", "change them no more"]),
     ("compensate", lesson_06_gptq.subtracts_in_place, ["`value` was changed"]),
     ("gptq", lesson_06_gptq.forgets_the_scale, ["all scales 1/2", "rounded = code * scale"]),
+    ("gptq", scales_after_their_groups, ["[out, groups]", "each as it was when its group began"]),
     ("gptq", lesson_06_gptq.levels, ["return what `grid.codes` gives"]),
     ("int8_linear", int8_halves_up, ["-127.5 became the code -127, not -128", "as with torch.round"]),
     ("int8_linear", int8_halves_away_from_zero, ["0.5 became the code 1, not 0. Halves go to the even number"]),
     ("int8_linear", int8_in_float32, ["sums over 4,096 inputs: expected"]),
     ("int8_linear", int8_scales_of_127, ["times the identity matrix", "the result divided by that scale"]),
-    ("fake_quantize", fake_halves_up, ["-1.5/64 becomes -1/64, not -2/64", "Halves go", "as with torch.round"]),
+    ("fake_quantize", fake_halves_up, ["0.5/64 becomes 1/64, not 0/64", "Halves go", "as with torch.round"]),
     ("int8_linear", int8_symmetric, ["-127.5 became the code -127, not -128. Codes go down to -128"]),
     ("int8_linear", int8_up_to_128, ["127.5 became the code 128, not 127. Codes go up to 127"]),
     ("int8_linear", int8_cut_off, ["-127.5 became the code -127, not -128. Codes are rounded to the nearest"]),
@@ -460,6 +526,17 @@ FIRST = [
 def test_the_first_failure_is_the_one_that_explains_a_mistake(name, candidate, property, said):
     first = first_failure(name, candidate)
     assert first.name == property and (said is None or first.problem == said), first
+
+
+def test_a_solution_that_goes_through_single_weights_is_told_so():
+    exercise = copy.copy(checks.find("packed_linear"))
+    exercise.seconds = 0.05  # of the 10; 8,192 weights take longer
+    exercise.properties = [each for each in exercise.properties if each.slow]
+    (result,) = exercise.examine(weight_by_weight)
+    assert result.problem == (
+        "it was stopped after 0.05 seconds: either a loop does not end, or it goes through single weights, which is "
+        "too slow: multiply a whole group with @"
+    )
 
 
 def test_an_array_of_times_is_refused_at_the_example():

@@ -36,7 +36,7 @@ from minillm.tokenizer.gemma import BYTE_TOKENS, SPECIAL_TOKENS
 from tests.chance import SEED
 from tests.course.references import REFERENCES, against
 
-for each in ("05", "06", "07", "08", "11", "13"):
+for each in ("05", "06", "07", "08", "11", "13", "14", "15"):
     import_module(f"tests.course.references_{each}")  # it registers its references
 
 WITHOUT = {

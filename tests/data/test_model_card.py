@@ -157,6 +157,20 @@ def test_the_tables_of_the_draft_model_and_their_text_equal_the_records():
     assert f"a head of {last['head_tokens']:,} tokens" in flat
 
 
+def test_the_table_of_adapters_equals_the_record():
+    content = record("cpu/adapters")
+    assert content["commit"] and content["dirty"] is False
+    found: dict[str, list[str]] = {}
+    for each in content["results"]:  # of each adapter: without it, with it
+        assert each["asked"] == 100
+        found.setdefault(each["workload"], []).extend((str(each["correct"]), str(each["right"])))
+    assert {name: cells[1:] for name, cells in rows("Adapters of it").items()} == {
+        name: [before, after, plain, styled] for name, (before, plain, after, styled) in found.items()
+    }
+    for file in (DATA / "adapters").glob("*/*.safetensors"):
+        assert file.stat().st_size >> 10 == 176 and "in 177 KiB each" in CARD
+
+
 def test_the_table_of_calibrations_equals_the_record():
     results = {each["quantization"]: each for each in record("cpu/quantization-seeds")["results"]}
 

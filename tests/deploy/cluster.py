@@ -1,6 +1,7 @@
 """A Ray cluster of two nodes, in a process for tests, which reads commands and writes a line when each is done.
 
-Each node has room for a large replica (1.5 CPUs), and for some small ones.
+Each node has room for a large replica (1.5 CPUs), and for some small ones. The argument is a port for the dashboard,
+which `serve deploy` talks to.
 """
 
 import json
@@ -19,24 +20,25 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     node.Node = ray_serve.PatientNode
-    cluster = Cluster(True, head_node_args={"num_cpus": 2, "include_dashboard": False} | ray_serve.agent_ports())
+    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": int(sys.argv[1])}
+    cluster = Cluster(True, head_node_args={"num_cpus": 2} | dashboard | ray_serve.agent_ports())
     nodes = [cluster.add_node(num_cpus=2, **ray_serve.agent_ports())]
     ray_serve.join(cluster.address)
     say(cluster.address)
     for line in sys.stdin:
         try:
-            obey(line.split(maxsplit=1), cluster, nodes)
+            answer = obey(line.split(maxsplit=1), cluster, nodes)
         except Exception as error:  # the cluster stays, for other tests
             say(repr(error))
         else:
-            say("done")
+            say(f"done {answer}")
     serve.shutdown()
     ray_serve.leave()
     cluster.shutdown()
 
 
-def obey(command: list[str], cluster, nodes: list) -> None:
-    """Do one thing to the cluster. nodes: all but its first."""
+def obey(command: list[str], cluster, nodes: list) -> int | None:
+    """Do one thing to the cluster. nodes: all but its first. Returns what was asked for."""
     from ray import serve
 
     match command:
@@ -48,8 +50,20 @@ def obey(command: list[str], cluster, nodes: list) -> None:
             given = json.loads(text)
             serve.start(http_options={"host": "127.0.0.1", "port": given.pop("port")})
             serve.run(application(given), name="ours")
-        case ["delete"]:
-            serve.delete("ours")
+        case ["delete", name]:
+            serve.delete(name.strip())
+        case ["places", name]:
+            return places(name.strip())
+    return None
+
+
+def places(application: str) -> int:
+    """Return how many requests Serve counts on an application's replicas."""
+    import ray
+
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+    ours = [ray.get_actor(each, "serve") for each in names if each.startswith(f"SERVE_REPLICA::{application}#")]
+    return sum(ray.get([each.get_num_ongoing_requests.remote() for each in ours]))
 
 
 def say(text: str) -> None:

@@ -1,7 +1,8 @@
 """An engine's process whose steps a test can hold.
 
 A file, named by GATE in the environment, says how many steps each engine may take from now on, as "NAME:STEPS" with a
-new name each time. Without the file, all steps run.
+new name each time. Without the file, all steps run. For each choice that an engine is given, its process adds a byte to
+a file of its own next to it; an engine takes up what it was given before its next step.
 """
 
 import os
@@ -9,7 +10,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import minillm
+from pytest import MonkeyPatch
+
+from minillm.engine.async_llm import AsyncLLM
+from minillm.parallel.executor import ParallelExecutor
+from minillm.runner.executor import LocalExecutor
 from minillm.server.engine_side import engine_process
 
 GATE = "MINILLM_TEST_GATE"
@@ -19,11 +24,15 @@ class Gate:
     def __init__(self, file: Path):
         self.file, self.name, self.taken = file, "", 0
 
-    def __call__(self, ids, weight, scale):
-        """The operation that begins a step."""
-        while not self.is_open():
-            time.sleep(0.005)
-        return weight[ids] * scale
+    def before(self, launch):
+        """A method that launches a step, once the gate is open."""
+
+        def launched(executor, step):
+            while not self.is_open():
+                time.sleep(0.005)
+            return launch(executor, step)
+
+        return launched
 
     def is_open(self) -> bool:
         text = ""
@@ -39,8 +48,24 @@ class Gate:
         return False
 
 
+def given(gate: Path) -> int:
+    """How many choices all engines were given so far."""
+    return sum(each.stat().st_size for each in gate.parent.glob(f"{gate.name}.given.*"))
+
+
 def main() -> None:
-    with minillm.using(embedding=Gate(Path(os.environ[GATE]))):
+    file, submit = Path(os.environ[GATE]), AsyncLLM.submit
+    gate = Gate(file)
+
+    def counted(engine, requests):
+        submit(engine, requests)
+        with open(f"{file}.given.{os.getpid()}", "ab") as given:
+            given.write(bytes(len(requests)))
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(AsyncLLM, "submit", counted)
+        for executor in (LocalExecutor, ParallelExecutor):
+            patch.setattr(executor, "launch", gate.before(executor.launch))
         engine_process.main()
 
 

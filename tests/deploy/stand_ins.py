@@ -20,20 +20,22 @@ class LocalReplica:
         self.name, self.hub = name, Hub(engine, "m", ServerConfig(log_level="critical", **options))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = handshake.Address(*self._listener.getsockname(), handshake.new_secret())
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
 
     def _accept(self):
         with suppress(OSError):
             while True:
                 sock, _ = self._listener.accept()
                 with suppress(OSError, handshake.Stranger):
-                    self.hub.connect(handshake.accept(sock, self.address.secret, self.name))
+                    self.hub.connect(handshake.accept(sock, self.address.secret, self.name)[0])
 
     def kill(self):
         """End the replica as if its process were killed: its connections and its port close."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._thread.join()  # a connection that it has just let in would stay open
         if self.hub.alive:
             self.hub.close()
 
@@ -46,7 +48,7 @@ class LocalRay:
         self.held = Counter()
 
     @asynccontextmanager
-    async def reserve(self, name):
+    async def reserve(self, name, worker):
         name = name if name in self.replicas else next(iter(self.replicas), name)
         self.held[name] += 1
         try:
@@ -95,7 +97,7 @@ async def collect(replicated, prompts, params, n=1, options=None, seen=lambda ch
     ended = {}
     more = {} if options is None else {"options": options}
     async for choice, delta in replicated.stream(
-        [Prompt(list(each)) for each in prompts], params, n, partly=partly, **more
+        [each if isinstance(each, Prompt) else Prompt(list(each)) for each in prompts], params, n, partly=partly, **more
     ):
         seen(choice, delta)
         if delta.completion is not None:

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from minillm.deploy import handshake
-from minillm.deploy.handshake import MAGIC, NONCE, Address, Stranger
+from minillm.deploy.handshake import MAGIC, NONCE, PROOF, WORKER, Address, Stranger
 from tests.waiting import TIMEOUT
 
 SECRET, OTHER = handshake.new_secret(), handshake.new_secret()
+ME = handshake.new_worker()
 
 
 @pytest.fixture
@@ -30,9 +31,13 @@ def met():
         with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
             theirs = pool.submit(lambda: outcome(handshake.accept, listener.accept()[0], *replica))
             secret, name = worker
-            ours = outcome(handshake.connect, Address(*listener.getsockname(), secret), name)
-            opened.extend(each for each in (ours, theirs.result(TIMEOUT)) if isinstance(each, socket.socket))
-            return ours, theirs.result()
+            ours = outcome(handshake.connect, Address(*listener.getsockname(), secret), name, ME)
+            found = theirs.result(TIMEOUT)
+            if isinstance(found, tuple):
+                found, met = found
+                assert met == ME
+            opened.extend(each for each in (ours, found) if isinstance(each, socket.socket))
+            return ours, found
 
     yield meet
     for each in opened:
@@ -79,31 +84,51 @@ def receive(sock, count):
 def test_a_replica_that_does_not_know_the_secret_is_noticed():
     def script(sock):
         sock.sendall(MAGIC + bytes(NONCE))
-        receive(sock, 2 * NONCE)
-        sock.sendall(bytes(NONCE))
+        receive(sock, NONCE + WORKER + PROOF)
+        sock.sendall(bytes(PROOF))
 
     with pytest.raises(Stranger, match="is not replica a"):
-        handshake.connect(Address(*replica_of(script), SECRET), "a")
+        handshake.connect(Address(*replica_of(script), SECRET), "a", ME)
 
 
 def test_a_workers_own_proof_is_no_proof_of_the_replica():
     def script(sock):
         sock.sendall(MAGIC + bytes(NONCE))
-        sock.sendall(receive(sock, 2 * NONCE)[NONCE:])
+        sock.sendall(receive(sock, NONCE + WORKER + PROOF)[NONCE + WORKER :])
 
     with pytest.raises(Stranger):
-        handshake.connect(Address(*replica_of(script), SECRET), "a")
+        handshake.connect(Address(*replica_of(script), SECRET), "a", ME)
+
+
+def said(number, sent_by=ME, proved=ME):
+    """What a worker sends to replica a, which has drawn a number: with an id, and the proof of one."""
+    nonce = bytes(NONCE)
+    fields = b"\0".join((b"worker", b"a", number, nonce, bytes.fromhex(proved)))
+    return nonce + bytes.fromhex(sent_by) + hmac.digest(bytes.fromhex(SECRET), fields, "sha256")
 
 
 def test_a_recorded_exchange_does_not_let_anybody_in():
-    nonce = bytes(NONCE)
-    proof = hmac.digest(bytes.fromhex(SECRET), b"\0".join((b"worker", b"a", nonce, nonce)), "sha256")
     ours, theirs = socket.socketpair()
     with ours, ThreadPoolExecutor(1) as pool:
         let_in = pool.submit(handshake.accept, theirs, SECRET, "a")
-        ours.sendall(nonce + proof)  # valid if the replica had drawn the same number again
+        ours.sendall(said(bytes(NONCE)))  # valid if the replica had drawn the same number again
         with pytest.raises(Stranger):
             let_in.result(TIMEOUT)
+
+
+def test_a_worker_proves_its_id_too():
+    for claimed in (ME, handshake.new_worker()):
+        with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+            let_in = pool.submit(lambda each: handshake.accept(each.accept()[0], SECRET, "a"), listener)
+            with socket.create_connection(listener.getsockname()) as ours:
+                ours.sendall(said(receive(ours, len(MAGIC) + NONCE)[len(MAGIC) :], sent_by=claimed))
+                if claimed != ME:
+                    with pytest.raises(Stranger):
+                        let_in.result(TIMEOUT)
+                    continue
+                sock, worker = let_in.result(TIMEOUT)
+                sock.close()
+                assert worker == ME
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(200)])

@@ -5,12 +5,12 @@ from pathlib import Path
 from minillm.bench import records
 
 DOCS = Path(__file__).parents[2] / "docs"
-ROWS, ADDED = (records.read(f"cpu/{name}")["results"] for name in ("replicas", "replicas_added"))
+ROWS = records.read("cpu/replicas")["results"]
 TEXT = " ".join((DOCS / "operating.md").read_text(encoding="utf-8").split())
 
 
 def part(name: str) -> list[dict]:
-    return ADDED if name == "added" else [row for row in ROWS if row["part"] == name]
+    return [row for row in ROWS if row["part"] == name]
 
 
 def in_ms(part_name: str, name: str) -> str:
@@ -25,6 +25,17 @@ def test_added_times_are_those_of_the_record():
     many = part("added")[-1]
     assert f"a token takes {many['added_cpu_us_per_token']:.0f} µs more of processor time" in TEXT
     assert f"and {many['throughput_ratio']:.0%} of the tokens are sent" in TEXT
+
+
+def test_bursts_and_rays_own_proxy_are_those_of_the_record():
+    assert [row["clients"] for row in part("bursts")] == [8, 32] and [row["clients"] for row in part("proxy")] == [
+        1,
+        8,
+        32,
+    ]
+    assert f"{in_ms('bursts', 'added_ttft_p50_s')} later to 8 and 32 clients that all arrive at once" in TEXT
+    assert f"first token {in_ms('proxy', 'added_ttft_p50_s')} later than the HTTP workers" in TEXT
+    assert f"to 32 it sends {part('proxy')[-1]['throughput_ratio']:.0%} of the tokens" in TEXT
 
 
 def test_what_was_asked_for_is_reached():

@@ -6,7 +6,6 @@ All are proofs: they wait for processes to start.
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -14,10 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from minillm.deploy import head
 from minillm.deploy.handshake import new_secret
+from minillm.deploy.ports import free_ports
 from tests.deploy.gated_engine import GATE
 from tests.deploy.test_on_ray import TINY, Server
 from tests.waiting import TIMEOUT, wait_until
@@ -34,18 +36,21 @@ LONG = {"max_tokens": 60, "stream": True}
 class Cluster:
     """The process of `cluster`, and what Ray's processes need to talk to it."""
 
-    def __init__(self, process: subprocess.Popen, environment: dict[str, str], gate: Path):
-        self.process, self.environment, self.gate = process, environment, gate
+    def __init__(self, process: subprocess.Popen, environment: dict[str, str], gate: Path, dashboard: str):
+        self.process, self.environment, self.gate, self.dashboard = process, environment, gate, dashboard
+        (self.port,) = free_ports(1)  # of Ray's proxy
         self.address = self._read()
 
     def _read(self) -> str:
         found = (re.match("cluster: (.*)", line) for line in self.process.stdout)
         return next(filter(None, found))[1]
 
-    def tell(self, command: str) -> None:
+    def tell(self, command: str) -> str:
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
-        assert (answer := self._read()) == "done", answer
+        answer = self._read()
+        assert answer.startswith("done "), answer
+        return answer.removeprefix("done ")
 
 
 @contextmanager
@@ -65,26 +70,35 @@ def cluster(tmp_path_factory):
     gate = tmp_path_factory.mktemp("cluster", numbered=True) / "gate"
     environment = os.environ | head.LOCAL | head.PATIENT | head.QUIET | PROXY
     environment |= {"RAY_AUTH_TOKEN": new_secret(), GATE: str(gate), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.deploy.cluster"]
+    (dashboard,) = free_ports(1)
+    command = [sys.executable, "-m", "tests.deploy.cluster", str(dashboard)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        yield Cluster(process, environment, gate)
+        yield Cluster(process, environment, gate, f"http://127.0.0.1:{dashboard}")
         process.stdin.close()
         process.wait(TIMEOUT)
 
 
-@pytest.fixture(scope="module")
-def server(cluster):
+@contextmanager
+def serving(cluster, *options: str):
+    """Run `minillm serve` in the cluster until the block ends."""
     command = [sys.executable, "-m", "tests.deploy.served", "serve", "--port", "0", "--ray-address", cluster.address]
-    command += ["--device", "cpu", "--max-num-seqs", "4", "--shutdown-grace", str(TIMEOUT)]
-    command += ["--router", "tests.deploy.policies:by_parity", "--model", f"one={TINY}", "--model", f"two={TINY}"]
-    command += ["--set", "one:replicas=1,max_replicas=2,waiting_tokens=50,cpus=0.1", "--set", "two:replicas=2,cpus=1.5"]
+    command += ["--router", "tests.deploy.policies:by_parity", *options]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=cluster.environment) as process,
         ended(process),
     ):
         found = (re.search(r"(http://\S+)/v1", line) for line in process.stdout)
         yield Server(process, next(filter(None, found))[1], cluster.gate)
+
+
+@pytest.fixture(scope="module")
+def server(cluster):
+    options = ["--device", "cpu", "--max-num-seqs", "4", "--shutdown-grace", str(TIMEOUT)]
+    options += ["--model", f"one={TINY}", "--model", f"two={TINY}"]
+    options += ["--set", "one:replicas=1,max_replicas=2,waiting_tokens=50,cpus=0.1", "--set", "two:replicas=2,cpus=1.5"]
+    with serving(cluster, *options) as running:
+        yield running
 
 
 def read(server: Server, model: str, prompt: str, tokens: list[int]) -> None:
@@ -105,18 +119,52 @@ def streams(pool: ThreadPoolExecutor, server: Server, model: str):
     return tokens, [pool.submit(read, server, model, *each) for each in zip(PAIR, tokens, strict=True)]
 
 
-def test_an_application_of_serve_run_answers_and_an_update_ends_no_stream(cluster):
-    """Before the server, which starts Ray Serve without a proxy."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def behind_rays_proxy(cluster) -> Server:
+    return Server(cluster.process, f"http://127.0.0.1:{cluster.port}", cluster.gate)
 
-    def run(rows: int) -> None:
+
+def test_the_config_file_of_the_docs_and_serve_run_answer_the_openai_client(cluster, tmp_path):
+    """Before the server, which starts Ray Serve without a proxy."""
+    import yaml
+
+    config = yaml.safe_load((ROOT / "docs" / "replicas.yaml").read_text(encoding="utf-8"))
+    small, large = config["applications"][0]["args"]["models"]
+    config["http_options"]["port"] = cluster.port
+    small["options"]["device"] = "cpu"
+    large |= {"model": str(TINY), "options": {"device": "cpu"}}  # the other one would have to be downloaded
+    file = tmp_path / "replicas.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    tool = [sys.executable, "-m", "ray.serve.scripts"]
+    with ended(
+        subprocess.Popen([*tool, "deploy", str(file), "-a", cluster.dashboard], env=cluster.environment)
+    ) as done:
+        assert done.wait(TIMEOUT) == 0
+    ours = behind_rays_proxy(cluster)
+    wait_until(ours.answers)
+    wanted = ours.complete(PAIR[0], model="small").choices[0].token_ids
+    assert ours.complete(PAIR[0], model="large").choices[0].token_ids == wanted
+    assert (up(ours, "small"), up(ours, "large")) == (2, 1)
+    cluster.tell("delete minillm")
+    wait_until(lambda: not ours.answers())
+
+    words = f"minillm.deploy:application models=small={TINY} replicas=2 cpus=0.1 --address {cluster.address}"
+    with ended(subprocess.Popen([*tool, "run", *words.split()], env=cluster.environment)):
+        wait_until(ours.answers)
+        assert ours.complete(PAIR[0], model="small").choices[0].token_ids == wanted
+    cluster.tell("delete default")
+
+
+def test_an_application_answers_and_an_update_ends_no_stream(cluster):
+    """Before the server, too."""
+    key = "another-secret"
+
+    def run(rows: int, **more: str) -> None:
         options = {"device": "cpu", "max_num_seqs": rows}
         model = {"name": "three", "model": str(TINY), "replicas": 1, "cpus": 0.1, "options": options}
-        cluster.tell("run " + json.dumps({"port": port, "models": [model], "shutdown_grace": TIMEOUT}))
+        cluster.tell("run " + json.dumps({"port": cluster.port, "models": [model], "shutdown_grace": TIMEOUT} | more))
 
     run(2)
-    ours = Server(cluster.process, f"http://127.0.0.1:{port}", cluster.gate)
+    ours = behind_rays_proxy(cluster)
     wanted = ours.complete(PAIR[0], model="three", max_tokens=60).choices[0].token_ids
     with ThreadPoolExecutor(2) as pool:
         tokens = []
@@ -124,14 +172,18 @@ def test_an_application_of_serve_run_answers_and_an_update_ends_no_stream(cluste
             stream = pool.submit(read, ours, "three", PAIR[0], tokens)
             wait_until(lambda: tokens)
             before = ours.replicas("three")
-            update = pool.submit(run, 3)
-            wait_until(lambda: ours.replicas("three") - before)
+            update = pool.submit(run, 3, api_key=key)
+            wait_until(lambda: update.done() or ours.replicas("three") - before)
             assert not stream.done()
         stream.result(TIMEOUT)
         update.result(TIMEOUT)
     assert tokens == wanted
+    with pytest.raises(openai.AuthenticationError):
+        ours.client.models.list()
+    ours.client = ours.client.with_options(api_key=key)
+    wait_until(lambda: ours.client.models.list().data[0].max_num_seqs == 3)
     assert ours.complete(PAIR[1], model="three", max_tokens=4).choices[0].text
-    cluster.tell("delete")
+    cluster.tell("delete ours")
 
 
 def test_waiting_tokens_start_a_replica_which_ends_without_harm_to_streams(server):
@@ -161,6 +213,35 @@ def test_waiting_tokens_start_a_replica_which_ends_without_harm_to_streams(serve
     keep_busy(2, replicas=1)
     assert server.metric("minillm_choices_moved_total") == moved, "the streams ended where they began"
     wait_until(lambda: len(server.replicas("one")) == 1)
+
+
+def test_more_http_workers_join_and_leave_without_harm_to_replicas(server, cluster):
+    wanted = {each: server.complete(PAIR[0], model=each).choices[0].token_ids for each in ("one", "two")}
+    with serving(cluster, "--join") as joined:
+        assert sorted(each.id for each in joined.client.models.list()) == ["one", "two"]
+        for name, tokens in wanted.items():
+            assert joined.complete(PAIR[0], model=name).choices[0].token_ids == tokens
+        wait_until(lambda: joined.metric("minillm_engine_steps_total") > 0)
+    before = server.replicas("two")
+    assert server.complete(PAIR[0], model="two").choices[0].token_ids == wanted["two"]
+    assert server.replicas("two") == before
+
+
+def test_streams_of_a_killed_http_worker_break_and_their_places_are_given_back(server, cluster):
+    wait_until(lambda: up(server, "two") == 2)
+    (worker,) = server.processes("minillm.deploy.worker")
+    with ThreadPoolExecutor(2) as pool:
+        with server.held(20):
+            tokens, both = streams(pool, server, "two")
+            wait_until(lambda: all(tokens) and cluster.tell("places minillm:two") == "2")
+            worker.kill()
+            wait_until(lambda: cluster.tell("places minillm:two") == "0")
+        for each in both:
+            with pytest.raises((httpx.TransportError, openai.APIConnectionError)):
+                each.result(TIMEOUT)
+    wait_until(server.answers)
+    assert server.complete(PAIR[0], model="two", max_tokens=4).choices[0].text
+    assert server.metric("minillm_worker_restarts_total") == 1
 
 
 def test_a_killed_node_changes_no_stream_and_is_replaced_by_another(server, cluster):

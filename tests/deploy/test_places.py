@@ -23,7 +23,8 @@ class Ray:
         self._waiting = 0
 
     @asynccontextmanager
-    async def reserve(self, name):
+    async def reserve(self, name, worker):
+        assert worker == "me"
         self.asked += 1
         self._waiting += 1
         self.at_once = max(self.at_once, self._waiting)
@@ -45,7 +46,7 @@ def run(work, monkeypatch, delay=0.0, keep=1000.0):
 
     async def everything():
         ray, silent = Ray(), []
-        mine = HeldPlaces(ray.reserve, silent.append)
+        mine = HeldPlaces(ray.reserve, "me", silent.append)
         mine.listed(["a", "b"])
         await work(mine, ray, silent)
         mine.listed([])

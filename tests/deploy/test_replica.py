@@ -35,9 +35,12 @@ def door(model_directory):
     door.close()
 
 
+ME = handshake.new_worker()
+
+
 def generate(door):
     async def work():
-        sock = handshake.connect(door.address, "a")
+        sock = handshake.connect(door.address, "a", ME)
         sock.setblocking(False)
         engine = RemoteEngine()
         await engine.connect(sock)
@@ -67,7 +70,7 @@ def test_it_listens_only_where_it_is_told(door):
 def test_strangers_neither_get_in_nor_keep_others_out(door):
     silent = [socket.create_connection(door.address[:2]) for _ in range(AT_ONCE - 1)]
     with pytest.raises((OSError, handshake.Stranger)):
-        handshake.connect(door.address._replace(secret=handshake.new_secret()), "a")
+        handshake.connect(door.address._replace(secret=handshake.new_secret()), "a", ME)
     assert generate(door)[1]
     for each in silent:
         each.close()
@@ -87,21 +90,42 @@ def test_more_strangers_than_that_have_to_leave_in_time(door, monkeypatch):
         each.close()
 
 
+def test_it_knows_which_workers_are_connected(door):
+    one, other = handshake.new_worker(), handshake.new_worker()
+    first, again, another = (handshake.connect(door.address, "a", each) for each in (one, one, other))
+    wait_until(lambda: door.workers >= {one, other})
+    first.close()
+    wait_until(lambda: door._connections[one] == 1)
+    assert door.workers >= {one, other}
+    another.close()
+    wait_until(lambda: other not in door.workers)
+    assert one in door.workers
+    again.close()
+    wait_until(lambda: one not in door.workers)
+
+
 def test_an_engine_that_cannot_load_says_why(model_directory):
     with pytest.raises(ReplicaFailed, match="max_num_seqs"):
         EngineDoor(options(model_directory, max_num_seqs=0), "a", "127.0.0.1")
 
 
 def test_an_engine_that_is_stuck_or_has_ended_is_noticed(model_directory):
-    door = EngineDoor(options(model_directory), "a", "127.0.0.1", hang_timeout=30)
+    class Deaf(EngineDoor):
+        """Hears no beat but the test's."""
+
+        def _told(self, message):
+            if message["op"] != "beat":
+                super()._told(message)
+
+    door = Deaf(options(model_directory), "a", "127.0.0.1", hang_timeout=1000)
     door.check()
-    door._heard -= 31
-    with pytest.raises(ReplicaFailed, match="has been stuck for 3"):
+    door._heard -= 2000
+    with pytest.raises(ReplicaFailed, match="has been stuck for 2"):
         door.check()
-    door._told({"op": "beat", "working": 31.0, "counted": []})
-    with pytest.raises(ReplicaFailed, match="stuck for 31 s"):
+    EngineDoor._told(door, {"op": "beat", "working": 2000.0, "counted": []})
+    with pytest.raises(ReplicaFailed, match="stuck for 2000 s"):
         door.check()
-    sock = handshake.connect(door.address, "a")
+    sock = handshake.connect(door.address, "a", ME)
     os.kill(door._child.process.pid, signal.SIGKILL)
     with sock:
         while sock.recv(1 << 16):  # after its first message, the connection ends

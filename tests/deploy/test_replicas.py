@@ -1,17 +1,28 @@
 """An engine of replicas: requests follow their prefixes, and go on elsewhere when a replica is lost."""
 
 import asyncio
+import base64
+import json
+import threading
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from minillm.deploy import replicas
-from minillm.deploy.replicas import MOVES, joined
-from minillm.request import RequestOptions, SamplingParams
-from minillm.server.wire import Alive, Gauges, State
+from minillm.deploy import handshake, places, replicas
+from minillm.deploy.handshake import Address, new_secret
+from minillm.deploy.replicas import MOVES, ReplicatedEngine, joined
+from minillm.engine.async_llm import AsyncLLM
+from minillm.errors import InvalidRequest
+from minillm.prompts import EMBEDDED
+from minillm.request import Request, RequestOptions, SamplingParams
+from minillm.server.wire import Adapters, Alive, Gauges, Hello, State
 from minillm.server.worker.choice import Prompt
 from minillm.server.worker.link import Busy, EngineError, EngineGone
-from tests.deploy.stand_ins import LocalReplica, collect, connected, homes, local_replicas
+from tests import models, peft_files
+from tests.deploy.stand_ins import LocalRay, LocalReplica, collect, connected, homes, local_replicas
 from tests.waiting import TIMEOUT, async_wait_until, idle, paused_steps, wait_until
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -149,7 +160,7 @@ def test_no_request_waits_for_its_place(engine):
         asked = asyncio.Event()
 
         @asynccontextmanager
-        async def never(name):
+        async def never(name, worker):
             asked.set()
             await asyncio.Event().wait()
             yield name
@@ -177,6 +188,114 @@ def test_the_salt_is_part_of_the_prefix(engine):
         return [max(each) for each in seen]
 
     assert run(engine, work, count=1) == [0, 0, 32, 0]
+
+
+def embedded(engine, ids=PROMPT, change=0.0) -> Prompt:
+    """A prompt whose first tokens are given as their embeddings, the first of which may be changed."""
+    model, count = engine.engine.model, len(ids) - 4
+    values = model.ops.embedding(torch.tensor(ids[:count]), model.embedding, model.embedding_scale).numpy().copy()
+    values[0, 0] += change
+    return Prompt([EMBEDDED] * count + list(ids[count:]), values=base64.b64encode(values.data).decode())
+
+
+def test_embeddings_are_part_of_the_prefix(engine):
+    async def work(replicated, ray):
+        seen = []
+        replicated._router.policy = lambda candidates: seen.append([each.cached for each in candidates]) or candidates
+        prompts = [embedded(engine), embedded(engine, change=1.0), embedded(engine), PROMPT]
+        done = [(await collect(replicated, [each], GREEDY))[0].token_ids for each in prompts]
+        return [max(each) for each in seen], done
+
+    cached, done = run(engine, work, count=1)
+    assert cached == [0, 0, 32, 0] and done[0] == done[2] == done[3] == alone(engine).token_ids
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """Engines of a model: the first has adapters one and two and a soft prompt, the next two alone, the last none."""
+    place = tmp_path_factory.mktemp("adapted")
+    models.make("gemma-grouped").save_pretrained(place / "model")
+    for seed, name in enumerate(["one", "two"]):
+        peft_files.write(place / name, place / "model", seed)
+    (place / "soft").mkdir()
+    soft = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 2}
+    (place / "soft" / "adapter_config.json").write_text(json.dumps(soft))
+    hidden = json.loads((place / "model" / "config.json").read_text())["hidden_size"]
+    values = torch.linspace(-1, 1, 2 * hidden).view(2, hidden)
+    save_file({"prompt_embeddings": values}, place / "soft" / "adapter_model.safetensors")
+    named = [{name: place / name for name in names} for names in (("one", "soft", "two"), ("two",), ())]
+    engines = [AsyncLLM(place / "model", adapters=each, device="cpu", max_num_seqs=8) for each in named]
+    yield engines
+    for each in engines:
+        each.close()
+
+
+def run_adapted(engines, work):
+    """Run `work(replicated)` with a replica of each of two engines, a and b."""
+
+    async def everything():
+        made = [LocalReplica(engine, name) for engine, name in zip(engines, "ab", strict=True)]
+        try:
+            async with connected(LocalRay(*made)) as replicated:
+                return await work(replicated)
+        finally:
+            for each in made:
+                each.kill()
+
+    return asyncio.run(everything())
+
+
+def test_the_adapter_is_part_of_the_prefix_by_the_load_of_each_replica(adapted):
+    """Adapter two is load 2 of the first engine, and load 1 of the other one."""
+    seen = []
+
+    async def work(replicated):
+        replicated._router.policy = lambda candidates: seen.append(sorted(candidates)) or seen[-1]  # a before b
+        for name in ("two", None, "two", "soft", "soft"):
+            await collect(replicated, [PROMPT], GREEDY, options=RequestOptions(adapter=name))
+        return [replicated._replicas[name].identity(RequestOptions("salt", adapter="two")) for name in "ab"]
+
+    identities = run_adapted(adapted[:2], work)
+    requests = [
+        Request("r", np.zeros(1, np.int32), GREEDY, 9, options=RequestOptions("salt"), load=load, cache_dtype="float32")
+        for load in (2, 1)
+    ]
+    assert identities == [each.cache_key for each in requests], "those of the engines"
+    cached = [{each.replica: each.cached for each in candidates} for candidates in seen]
+    assert cached[0] == cached[1] == {"a": 0, "b": 0}, "another adapter's prefix is none of the model's own"
+    assert cached[2] == {"a": 32, "b": 0}
+    assert cached[3:] == [{"a": 0}, {"a": 32}], "a soft prompt's is neither, and only the first engine has one"
+
+
+def test_a_request_goes_where_its_adapter_is(adapted):
+    async def work(replicated):
+        where, own = [], replicated._router.begin
+        replicated._router.begin = lambda name, *rest: where.append(name) or own(name, *rest)
+        done = [
+            (await collect(replicated, [PROMPT], GREEDY, options=RequestOptions(adapter="one")))[0].token_ids
+            for _ in range(3)
+        ]
+        with pytest.raises(InvalidRequest, match="adapter 'three' is not loaded in any replica"):
+            await collect(replicated, [PROMPT], GREEDY, options=RequestOptions(adapter="three"))
+        return where, done, await replicated.ask(Adapters())
+
+    where, done, names = run_adapted(adapted[:2], work)
+    assert where == ["a"] * 3 and sorted(names) == ["one", "soft", "two"]
+    assert done == [alone(adapted[0], options=RequestOptions(adapter="one")).token_ids] * 3 != [alone(adapted[0])] * 3
+
+
+def test_adapters_of_some_replicas_are_known_whichever_says_hello_last(adapted):
+    """In an update, say, the new replicas may have none."""
+
+    async def work(replicated):
+        facts = []
+        for name in "ab":
+            replica = replicated._replicas[name]
+            replicated.met(replica, Hello(replica.facts, None))
+            facts.append(replicated.facts.takes_adapters)
+        return facts
+
+    assert run_adapted(adapted[::2], work) == [True, True]
 
 
 def test_requests_without_a_seed_have_one_of_their_own_for_each_prompt(engine):
@@ -336,6 +455,11 @@ def test_a_stop_string_that_spans_the_move_ends_the_stream(engine):
 def test_cached_tokens_are_those_of_the_first_replica(engine):
     done, _ = lose_one(engine, GREEDY, options=RequestOptions(cache_salt="never used before"))
     assert done[0].num_cached_tokens == 0
+
+
+def test_a_prompt_of_embeddings_goes_on_elsewhere_with_them(engine):
+    done, _ = lose_one(engine, SAMPLED, prompts=(embedded(engine), embedded(engine)), n=2, expected=4)
+    assert done[0].token_ids == done[2].token_ids == alone(engine, SAMPLED).token_ids
 
 
 def test_a_scored_prompt_is_reported_once(engine):
@@ -507,6 +631,139 @@ def test_a_connection_that_only_broke_is_made_again(engine):
     assert run(engine, work, count=1)[0].token_ids == alone(engine).token_ids
 
 
+class Slow:
+    """Makes a replica say hello only when told to, and close its first connections before. met: all connections."""
+
+    def __init__(self, replica: LocalReplica, closed: int = 0):
+        self.met, self.go, self.closed = [], threading.Event(), closed
+        self._connect, replica.hub.connect = replica.hub.connect, self.connect
+
+    def connect(self, sock):
+        self.met.append(sock)
+        if len(self.met) <= self.closed:
+            sock.close()
+        elif self.go.wait(TIMEOUT):
+            self._connect(sock)
+
+
+def test_a_replica_that_is_listed_again_and_again_has_one_connection(engine):
+    async def work(replicated, ray):
+        ray.replicas["c"] = LocalReplica(engine, "c")
+        slow = Slow(ray.replicas["c"])
+        for _ in range(10):
+            replicated.listed(ray.addresses)
+            await asyncio.sleep(0.01)
+        await async_wait_until(lambda: slow.met)
+        slow.go.set()
+        await async_wait_until(lambda: len(replicated._replicas) == 3)
+        await asyncio.to_thread(ray.replicas["c"].kill)
+        await async_wait_until(lambda: len(replicated._replicas) == 2)
+        return len(slow.met)
+
+    assert run(engine, work) == 1
+
+
+def test_a_replica_that_closes_the_connection_before_it_says_hello_is_tried_again(engine):
+    async def work(replicated, ray):
+        ray.replicas["c"] = LocalReplica(engine, "c")
+        slow = Slow(ray.replicas["c"], closed=2)
+        slow.go.set()
+        replicated.listed(ray.addresses)
+        await async_wait_until(lambda: len(replicated._replicas) == 3)
+        await asyncio.to_thread(ray.replicas["c"].kill)
+        return len(slow.met)
+
+    assert run(engine, work) == 3
+
+
+def test_a_connection_that_waits_for_a_hello_is_closed_in_the_end(engine):
+    async def work(replicated, ray):
+        ray.replicas["c"] = LocalReplica(engine, "c")
+        slow = Slow(ray.replicas["c"])
+        replicated.listed(ray.addresses)
+        await async_wait_until(lambda: slow.met)
+        replicated.close()
+        received = await asyncio.to_thread(slow.met[0].recv, 1)
+        slow.go.set()
+        await asyncio.to_thread(ray.replicas["c"].kill)
+        return received
+
+    assert run(engine, work) == b""
+
+
+def test_a_replica_that_cannot_be_reached_is_named_once(engine, monkeypatch, caplog, dead_url):
+    monkeypatch.setattr(replicas, "SLOWEST", 0.001)
+    port, tried, connect = int(dead_url.rpartition(":")[2]), [], handshake.connect
+
+    def trying(address, name, worker):
+        if name == "c":
+            tried.append(address)
+        return connect(address, name, worker)
+
+    monkeypatch.setattr(handshake, "connect", trying)
+
+    async def work(replicated, ray):
+        nowhere = Address("127.0.0.1", port, new_secret())
+        replicated.listed(ray.addresses | {"c": nowhere})
+        await async_wait_until(lambda: len(tried) > 2 * replicas.PATIENCE)
+        replicated.listed(ray.addresses)
+        await async_wait_until(lambda: "c" not in replicated._keeping)
+
+    run(engine, work)
+    (message,) = (each.getMessage() for each in caplog.records if "cannot be reached" in each.getMessage())
+    assert message.startswith(f"replica c cannot be reached at 127.0.0.1:{port}: ") and "refused" in message
+
+
+def test_places_on_a_replica_are_given_back_when_the_connection_breaks(engine, monkeypatch):
+    """The replica gives them back, too, as it cannot know whether the worker still runs."""
+    monkeypatch.setattr(places, "DELAY", 0.0)
+    monkeypatch.setattr(places, "KEEP", 1000.0)
+
+    async def work(replicated, ray):
+        with paused_steps(free=3) as resume:
+            answer = asyncio.ensure_future(collect(replicated, [PROMPT], GREEDY))
+            await async_wait_until(lambda: ray.held["a"] == 1)
+            resume.set()
+            await answer
+        assert ray.held["a"] == 1
+        before = replicated._replicas["a"]
+        before._link.transport.abort()
+        await async_wait_until(lambda: replicated._replicas.get("a") not in (None, before))
+        await async_wait_until(lambda: not replicated._places._tasks)
+        assert ray.held["a"] == 0
+
+    run(engine, work, count=1)
+
+
+def test_what_other_workers_tell_is_no_error_before_a_replica_is_known_and_forgotten_with_it(engine):
+    async def work(replicated, ray):
+        told = {"worker": 1, "replica": "a", "keys": "", "requests": 3}
+        early = ReplicatedEngine(ray.reserve)
+        early.learn(told)
+        replicated.learn(told)
+        assert replicated._others
+        replicated.listed({"b": ray.addresses["b"]})
+        assert not replicated._others
+
+    run(engine, work)
+
+
+def test_a_question_is_asked_again_if_its_replica_is_lost(engine):
+    async def work(replicated, ray):
+        async def gone(question):
+            raise EngineGone("the engine has stopped")
+
+        first, second = replicated._replicas.values()
+        first.ask = gone
+        answer = await replicated.ask(State())
+        second.ask = gone
+        with pytest.raises(EngineGone, match="no replica of this model runs"):
+            await replicated.ask(State())
+        return answer
+
+    assert '"running"' in run(engine, work)
+
+
 def test_a_replica_that_is_no_longer_listed_ends_its_streams_but_gets_no_new_ones(engine):
     """It is drained, before Ray ends it."""
 
@@ -530,13 +787,24 @@ def test_a_replica_that_is_no_longer_listed_ends_its_streams_but_gets_no_new_one
     assert run(engine, work) == alone(engine).token_ids
 
 
-def test_a_stranger_at_a_replicas_address_is_not_used(engine):
+def test_a_stranger_at_a_replicas_address_is_not_used(engine, monkeypatch):
+    refused, accept = [], handshake.accept
+
+    def accepting(*arguments):
+        try:
+            return accept(*arguments)
+        except handshake.Stranger as stranger:
+            refused.append(stranger)
+            raise
+
+    monkeypatch.setattr(handshake, "accept", accepting)
+
     async def work(replicated, ray):
         replicated.listed(ray.addresses | {"c": ray.addresses["a"]})  # the port passed to another replica
-        await asyncio.sleep(0.1)
+        await async_wait_until(lambda: len(refused) > 1)
         assert set(replicated._replicas) == {"a", "b"}
         replicated.listed(ray.addresses)
-        await async_wait_until(lambda: not replicated._reaching)
+        await async_wait_until(lambda: set(replicated._keeping) == {"a", "b"})
 
     run(engine, work)
 

@@ -14,7 +14,7 @@ SAID = list(range(40))
 
 
 def keys_of(tokens, salt=""):
-    return prefix_keys(np.array(tokens), BLOCK, salt)
+    return prefix_keys(np.array(tokens), BLOCK, (salt,))
 
 
 class Seen(list):

@@ -42,7 +42,7 @@ def other_process() -> Iterator[multiprocessing.connection.Connection]:
 
 
 def serve(pipe: multiprocessing.connection.Connection) -> None:
-    """Answer (place, config, plan) with a new executor's facts, and each step with its results or its error."""
+    """Answer (source, config) with a new executor's facts, and each step with its results or its error."""
     torch.set_num_threads(1)
     executor = None
     with suppress(EOFError):
@@ -63,11 +63,11 @@ def serve(pipe: multiprocessing.connection.Connection) -> None:
 class RemoteExecutor:
     """Raises what the other process raises, EOFError if it has ended, and TimeoutError."""
 
-    def __init__(self, pipe, place, config, plan=None, patience=PATIENCE):
+    def __init__(self, pipe, source, config, patience=PATIENCE):
         self.pipe, self.patience = pipe, patience
         self.unanswered = deque()
         self.steps = 0
-        self._send((place, config, plan))
+        self._send((source, config))
         self.facts = self._receive()
 
     def launch(self, step):

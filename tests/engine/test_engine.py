@@ -10,9 +10,9 @@ from transformers import GemmaConfig, GemmaForCausalLM
 
 import minillm
 from minillm import LLM, AsyncLLM, InvalidRequest, RequestOptions, SamplingParams
-from minillm.engine import Engine
 from minillm.errors import ConfigError
 from tests.chance import SEED
+from tests.consistent import scheduler_is_consistent_after_every_step  # noqa: F401
 from tests.waiting import TIMEOUT, async_wait_until, paused_steps
 
 pytestmark = [pytest.mark.explore, pytest.mark.key]
@@ -44,17 +44,6 @@ def directory(tmp_path_factory):
     place = tmp_path_factory.mktemp("gemma")
     model.float().save_pretrained(place)
     return place
-
-
-@pytest.fixture(autouse=True)
-def scheduler_invariants_hold_after_every_step(monkeypatch):
-    read = Engine._read
-
-    def read_and_check(engine, launched):
-        read(engine, launched)
-        engine.scheduler.check()
-
-    monkeypatch.setattr(Engine, "_read", read_and_check)
 
 
 @pytest.fixture(scope="module")

@@ -59,31 +59,32 @@ class Driver:
         runner.state.tokens.random_(2, 250_000, generator=generator)
         self.kept = torch.zeros(STEPS, self.model.config.vocab_size, dtype=self.model.dtype, device="cuda")
         self.place = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.inputs = torch.tensor([[0], [0], [-1]], device="cuda")  # row, position, no given token
         self.captured = {}
 
     def graph(self, width: int) -> torch.cuda.CUDAGraph:
         if width not in self.captured:
-            rows = torch.zeros(1, dtype=torch.int64, device="cuda")
             out = torch.zeros(1, dtype=torch.int64, device="cuda")
 
             def step():
-                to_sample = self.graphs._logits(rows, width)
+                to_sample = self.graphs._logits(self.inputs, width)
                 self.kept.index_copy_(0, self.place, to_sample[0])
                 self.place.add_(1)
-                self.graphs._sample(rows, to_sample, out)
+                self.graphs._sample(self.inputs, to_sample, out)
 
             self.start(5)
             step()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 step()
-            self.captured[width] = (graph, rows, out)
+            self.captured[width] = (graph, out)
         return self.captured[width][0]
 
     def start(self, length: int) -> None:
         """Set up the step that makes the row `length` tokens long."""
         state = self.runner.state
-        state.position[0], state.temperature[0], state.seed[0] = length - 1, 1.0, length
+        self.inputs[1], state.seed[0] = length - 1, length
+        state.parameters[0] = torch.tensor([1.0, 0, 0, 1, 0])  # temperature 1 alone, as `NEUTRAL` but for the first
         self.place.zero_()
 
     def replay(self, length: int, idle_between: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,9 +15,9 @@ GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 class Counting:
     """A minimal executor without a model: a row's next token is the number of tokens it has."""
 
-    def __init__(self, place, config, plan=None):
+    def __init__(self, source, config):
         self.facts = Facts(
-            model=read_config(place),
+            model=read_config(source),
             dtype="float32",
             kv_cache_dtype="float32",
             weight_bytes=0,

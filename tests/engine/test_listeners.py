@@ -50,6 +50,41 @@ def test_a_request_ended_by_another_listener_keeps_its_tokens(engine):
     assert other.completion.token_ids == other.request.known[len(other.request.prompt) :].tolist()
 
 
+@pytest.mark.parametrize("listener", [None, lambda delta: None])
+def test_a_request_ended_by_another_listener_has_the_log_probabilities_of_its_tokens(listener, engine):
+    scored = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logprobs=2)
+    other = engine.prepare([6] * 5, scored, listener=listener, wants_text=False)
+
+    def ends_it(delta):
+        if len(first.completion.token_ids) == 3:
+            engine.abort(other)
+
+    first = engine.prepare([5] * 5, LONG, listener=ends_it)
+    for each in (first, other):
+        engine.submit(each)
+    while engine.has_work:
+        engine.step()
+    done = other.completion
+    assert done.finish_reason == "abort" and len(done.token_ids) == 3
+    assert [max(each, key=each.get) for each in done.logprobs] == done.token_ids
+
+
+def test_tokens_of_a_request_are_looked_at_one_by_one_only_where_someone_waits_for_them(engine):
+    """With a thousand rows, the host would otherwise take longer than the GPU, also for log-probabilities alone."""
+    scored, heard = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2), []
+    alone = engine.prepare([5] * 5, scored, wants_text=False)
+    told = engine.prepare([6] * 5, scored, wants_text=False, listener=heard.append)
+    for each in (alone, told):
+        engine.submit(each)
+    engine.step()
+    assert list(engine._watched.values()) == [told]
+    while engine.has_work:
+        engine.step()
+    for each in (alone, told):
+        assert len(each.completion.logprobs) == len(each.completion.token_ids) == 9
+    assert [entry for delta in heard for entry in delta.logprobs or []] == told.completion.logprobs
+
+
 def test_a_failure_does_not_affect_a_finished_stream():
     async def work():
         with LLM(**OPTIONS) as llm:

@@ -58,7 +58,7 @@ def test_a_prompt_that_is_neither_text_nor_token_ids_is_named(llm, prompts):
         ([[5], [5, 10**6]], "prompt 1: token id 1000000 is outside"),
         (["a", {"prompt_ids": [5]}], "prompt 1: a prompt must be a string or a list of token ids"),
         (["a", "half a pair \ud800"], "prompt 1: "),
-        ({"prompt_ids": [5]}, "prompts must be a string"),
+        ({"prompt_ids": [5]}, "a prompt must be a string or a list of token ids"),
     ],
     ids=ascii,
 )

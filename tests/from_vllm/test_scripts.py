@@ -53,9 +53,8 @@ def llm():
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
-        ({"pipeline_parallel_size": 2}, "use tensor_parallel_size"),
         ({"data_parallel_size": 2}, "one engine for each"),
-        ({"enable_lora": True}, "merge the adapter"),
+        ({"enable_lora": True}, "give adapters=.*max_loras"),
         ({"revision": "abc"}, "directory of the revision"),
         ({"speculative_config": {"method": "ngram"}}, "speculate='ngram'"),
         ({"enable_chunked_prefill": False}, "policy='whole'"),
@@ -101,12 +100,12 @@ def test_what_neither_has_is_still_an_error(llm):
     with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
         SamplingParams(temprature=0)
     with pytest.raises(
-        InvalidRequest, match="sampling_parms: no such argument; there are params, options and progress"
+        InvalidRequest, match="sampling_parms: no such argument; there are params, options, adapter and progress"
     ):
         llm.generate("a", sampling_parms=SamplingParams())
     with pytest.raises(InvalidRequest, match="the same: give one of them"):
         llm.generate("a", SamplingParams(), sampling_params=SamplingParams())
-    with pytest.raises(InvalidRequest, match=r"lora_request=.* merge the adapter"):
+    with pytest.raises(InvalidRequest, match=r"lora_request=.* give adapters="):
         llm.chat([{"role": "user", "content": "a"}], lora_request=object())
 
 
@@ -140,7 +139,7 @@ def test_a_stream_takes_vllms_names(llm):
     async def both() -> list[str]:
         engine = AsyncLLM(engine=llm)
         try:
-            with pytest.raises(InvalidRequest, match="lora_request=.* merge the adapter"):
+            with pytest.raises(InvalidRequest, match="lora_request=.* give adapters="):
                 await engine.generate("The river", lora_request=object())
             with pytest.raises(InvalidRequest, match=r"async for delta in engine\.stream\(prompt, params\)"):
                 async for _ in engine.generate("The river", sampling_params=params):

@@ -234,6 +234,31 @@ def test_tiles_of_keys_that_all_queries_see_and_others(window, dtype, device):
     assert_close("prefill_attention", got, reference.prefill_attention(q.double(), double(cache), rows, options), dtype)
 
 
+@pairwise({"whole": [3, 2], "window": [None, 40, 100], "dtype": [torch.float32, torch.bfloat16]})
+def test_rows_without_earlier_keys_read_the_new_ones(window, dtype, whole, device):
+    """Their blocks hold NaN. Another row's keys follow theirs in the last tile, of which one value is NaN."""
+    queries, before = [1, 150, 1, 70], [130, 0 if whole == 3 else 7, 0, 0]
+    lengths = [a + b for a, b in zip(queries, before, strict=True)]
+    cache, table, lengths = paged_cache(lengths, 2, 32, 16, dtype, device)
+    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device)
+    q = random_tensor(sum(queries), 4, 32, dtype=dtype, device=device)
+    k, v = torch.zeros(sum(queries), 8, 32, dtype=dtype, device=device).split((4, 2, 2), 1)[1:]  # as of a product
+    for row, (count, length) in enumerate(zip(queries, lengths.tolist(), strict=True)):
+        at = torch.arange(length - count, length, device=device)
+        blocks, new = (table[row, at // 16].long(), at % 16), slice(int(starts[row]), int(starts[row + 1]))
+        k[new], v[new] = cache.k[blocks], cache.v[blocks]
+    rows, options = Rows(table, lengths, starts, max(queries), whole), AttentionOptions(0.2, window)
+    wanted = reference.prefill_attention(q.double(), double(cache), rows, options)
+    for row in range(4 - whole, 4):
+        for part in (cache.k, cache.v):
+            part[table[row, : -(-int(lengths[row]) // 16)].long()] = torch.nan
+    got = paged_attention.prefill_attention(q, cache, rows, options, (k.contiguous(), v))
+    assert_close("prefill_attention, new keys", got, wanted, dtype)
+    v[-70] = torch.nan
+    again = paged_attention.prefill_attention(q, cache, rows, options, (k.contiguous(), v))
+    assert again[:-70].equal(got[:-70]) and again[-70].isnan().all()
+
+
 @pytest.mark.parametrize("rows_last", [True, False])
 @pytest.mark.parametrize("large", [True, False])
 def test_neither_the_order_of_programs_nor_the_width_of_offsets_changes_a_result(large, rows_last, device, monkeypatch):
@@ -430,13 +455,13 @@ def test_truncation_that_keeps_more_than_is_possible_draws_only_what_is(forbidde
     assert kernels.sample(logits, ones, uniform, truncation).max() < 40
 
 
-@pytest.mark.parametrize("zero", [0.0, -0.0], ids=str)
-@pytest.mark.parametrize("vocab", [100, 20_000])
-def test_of_equal_logits_as_many_are_kept_as_asked(zero, vocab, device):
-    """In several groups of chunks, too."""
+@pytest.mark.parametrize("vocab", [100, *only_in_proofs(20_000)])
+def test_of_equal_logits_as_many_are_kept_as_asked(vocab, device):
+    """In several groups of chunks, too. Both zeros are equal, in rows of one of them and of both."""
     kept = vocab // 4
     uniform = torch.tensor([0.1234, 0.8, 1.0 - 2**-24], device=device)
-    logits, ones = torch.full((3, vocab), zero, device=device), torch.ones(3, device=device)
+    logits, ones = torch.zeros(3, vocab, device=device), torch.ones(3, device=device)
+    logits[1], logits[2, ::3] = -0.0, -0.0
     wanted = (uniform * kept).long()
     for top_k, top_p in ((kept, 1.0), (0, 0.25), (2 * kept, 0.5)):
         truncation = Truncation(ones * 0, (ones * top_k).int(), ones * top_p)

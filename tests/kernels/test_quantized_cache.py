@@ -136,7 +136,7 @@ def test_a_padding_token_changes_nothing_not_even_before_the_cache(name, device)
     q, k, v, cos_sin = drawn(2, 4, 32, F32, device)
     given = LayerCache(*(part[1:] for part in parts)), torch.full((9,), -1, device=device)
     kernels.write_kv(k, v, *given)
-    kernels.rotary_write(q, k, v, cos_sin, *given, True)
+    kernels.rotary_write(q, k, v, cos_sin, *given, True, False)
     assert all(part.view(torch.uint8).equal(old.view(torch.uint8)) for part, old in zip(parts, before, strict=True))
 
 
@@ -146,10 +146,10 @@ def test_rotary_embedding_and_write_in_one_launch_equal_the_two_operations(name,
     found, wanted = (spec.allocate(3, 5, torch.device(device)) for _ in "fw")
     q, k, v, cos_sin = drawn(2, 6, 64, dtype, device)
     slots = torch.tensor([3, -1, 0, 14, 7, 5, 4, 9, 10], device=device)
-    got = rope_cache.rotary_write(q, k, v, cos_sin, found, slots, rotate_keys)
+    got, kept = rope_cache.rotary_write(q, k, v, cos_sin, found, slots, rotate_keys, True)
     rotated, keys = kernels.rotary_embedding(q, k, cos_sin)
     kernels.write_kv(keys if rotate_keys else k, v, wanted, slots)
-    assert got.equal(rotated)
+    assert got.equal(rotated) and kept.equal(keys if rotate_keys else k)
     if COMPILED and rotate_keys and dtype == F32:  # the two kernels' last bits differ, which bfloat16 rounds away
         every = torch.arange(3, device=device)[None]
         for one, other in zip(found.read(every), wanted.read(every), strict=True):

@@ -8,7 +8,7 @@ from tests.kernels.compare import COMPILED, DTYPES, assert_close, double, paged_
 from tests.proofs import pairwise
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
-from minillm.kernels import paged_attention  # noqa: E402  needs triton
+from minillm.kernels import fixed_order, paged_attention  # noqa: E402  needs triton
 
 pytestmark = [
     pytest.mark.explore,
@@ -37,6 +37,8 @@ def test_decode_never_reads_a_released_block(
     cache, table = released(cache, table, lengths, queries, window, entries)
     got = kernels.decode_attention(q, cache, Rows.decoding(table, lengths, queries), options)
     assert_close("decode_attention, blocks released", got, wanted, dtype)
+    exact = fixed_order.attention(q.flatten(0, 1), cache, Rows.decoding(table, lengths, queries), options)
+    assert_close("fixed_order, blocks released", exact.view(q.shape), wanted, dtype)
 
 
 @pairwise(AXES)
@@ -51,3 +53,5 @@ def test_prefill_never_reads_a_released_block(dtype, heads, kv_heads, soft_cap, 
     cache, table = released(cache, table, lengths, queries, window, entries)
     got = kernels.prefill_attention(q, cache, Rows(table, lengths, starts, 19), options)
     assert_close("prefill_attention, blocks released", got, wanted, dtype)
+    exact = fixed_order.attention(q, cache, Rows(table, lengths, starts, 19), options)
+    assert_close("fixed_order, blocks released", exact, wanted, dtype)

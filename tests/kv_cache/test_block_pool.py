@@ -68,7 +68,7 @@ def test_a_prefix_key_depends_on_its_block_on_all_before_it_and_on_the_salt():
     first[0] = last[7] = 50
     assert not set(keys) & set(prefix_keys(first, 4))
     assert [a == b for a, b in zip(keys, prefix_keys(last, 4), strict=True)] == [True, False]
-    assert not set(keys) & set(prefix_keys(tokens, 4, "tenant"))
+    assert not set(keys) & set(prefix_keys(tokens, 4, ("tenant",)))
 
 
 def test_prefix_keys_continue_from_the_last_one_known():

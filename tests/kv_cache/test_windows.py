@@ -47,8 +47,8 @@ def test_gemma_3_has_one_global_group_and_local_groups_of_the_same_size():
     windows = [512 if (layer + 1) % 6 else None for layer in range(26)]
     groups = LayerGroups.of(windows)
     assert groups.size == 4 and sorted(groups.windows, key=str) == [512] * 6 + [None]
-    assert len(set(groups.places)) == 26, "two layers share a cache"
-    for layer, (group, place) in enumerate(groups.places):
+    assert len(set(groups.of_layer)) == 26, "two layers share a cache"
+    for layer, (group, place) in enumerate(groups.of_layer):
         assert groups.windows[group] == windows[layer] and 0 <= place < 4
 
 

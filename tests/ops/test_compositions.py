@@ -11,6 +11,7 @@ from minillm.calibration.forward import hidden_states
 from minillm.kv_cache.layer_cache import CacheSpec
 from minillm.model.loader import load_model
 from minillm.ops import reference
+from minillm.ops.compositions import COMPOSITIONS
 from minillm.ops.table import _sets
 from minillm.quantization import Activations, Dense, Fp8, Int4, Int8, Recipe
 from tests.kernels.compare import rotations
@@ -19,7 +20,7 @@ from tests.proofs import pairwise
 pytestmark = pytest.mark.key
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
-from minillm.kernels import quantized_inputs  # noqa: E402  needs triton
+from minillm.kernels import paged_attention, quantized_inputs  # noqa: E402  needs triton
 from minillm.ops import triton_linear  # noqa: E402
 from tests.proofs import only_in_proofs  # noqa: E402
 
@@ -42,7 +43,7 @@ IN, OUT = 64, 32
 def on_gpu(monkeypatch) -> ops.OperationSet:
     """A GPU's operations, in the table for this test; interpreted if there is no GPU."""
     made = ops.OperationSet.of("cuda")
-    monkeypatch.setitem(_sets, "cuda", made)
+    monkeypatch.setitem(_sets, ("cuda", False), made)
     return made
 
 
@@ -200,26 +201,52 @@ def test_rotation_and_cache_write_are_one_kernel_unless_one_is_replaced(cache, r
     )
     slots = torch.arange(3, device=DEVICE)
     with minillm.using(**{replaced: getattr(reference, replaced)} if replaced else {}) as used:
-        found = on_gpu.rotary_write(*given, held[0], slots, True)
+        found, keys = on_gpu.rotary_write(*given, held[0], slots, True, True)
     assert len(fused) == (replaced is None) and list(used.calls.values()) == [1] * (replaced is not None)
-    wanted = ops.OperationSet.of("meta").rotary_write(*given, held[1], slots, True)
+    wanted, wanted_keys = ops.OperationSet.of("meta").rotary_write(*given, held[1], slots, True, True)
     assert (found - wanted).norm() <= 0.01 * wanted.norm()
+    assert (keys - wanted_keys).norm() <= 0.01 * wanted_keys.norm()
     block = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     for one, other in zip(*(each.read(block) for each in held), strict=True):
         assert other.float().norm() > 0 and (one.float() - other.float()).norm() <= 0.05 * other.float().norm()
+
+
+@pytest.mark.parametrize("replaced", [None, "write_kv", "prefill_attention"])
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+@pytest.mark.parametrize("whole", [0, 1])
+def test_new_prompts_attend_to_the_keys_that_were_computed_unless_the_cache_has_others(
+    whole, cache, replaced, on_gpu, monkeypatch
+):
+    seen = []
+    own = paged_attention.prefill_attention
+    monkeypatch.setattr(paged_attention, "prefill_attention", lambda *given: seen.append(given[4:]) or own(*given))
+    held = CacheSpec.of(cache, 1, 32, BF16).allocate(1, 4, torch.device(DEVICE))
+    q, k, v = (torch.randn(3, heads, 32, device=DEVICE).to(BF16) for heads in (2, 1, 1))
+    reference.write_kv(k, v, held, torch.arange(3, device=DEVICE))
+    ints = {"dtype": torch.int32, "device": DEVICE}
+    rows = ops.Rows(torch.zeros(1, 1, **ints), torch.tensor([3], **ints), torch.tensor([0, 3], **ints), 3, whole)
+    options = ops.AttentionOptions(0.2)
+    with minillm.using(**{replaced: getattr(reference, replaced)} if replaced else {}) as used:
+        found = on_gpu.prompt_attention(q, k, v, held, rows, options)
+    assert sum(used.calls.values()) == (replaced == "prefill_attention")
+    assert seen == [] if replaced == "prefill_attention" else len(seen) == 1
+    from_new = whole == 1 and cache == "auto" and replaced is None
+    assert (seen == [((k, v),)]) if from_new else seen in ([], [()])
+    wanted = reference.prefill_attention(q, held, rows, options)
+    assert (found.float() - wanted.float()).norm() <= 0.02 * wanted.float().norm()
 
 
 def test_heads_without_a_kernel_are_rotated_and_written_one_after_the_other(on_gpu):
     cache = CacheSpec.of("int8", 1, 12, BF16).allocate(1, 4, torch.device(DEVICE))
     q, k, v, angles = (torch.randn(3, heads, 12, device=DEVICE).to(BF16) for heads in (2, 1, 1, 2))
     slots = torch.arange(3, device=DEVICE)
-    assert on_gpu.fused["rotary_write"](q, k, v, angles, cache, slots, True) is None
-    assert on_gpu.rotary_write(q, k, v, angles, cache, slots, True).shape == q.shape
+    assert on_gpu.fused["rotary_write"](q, k, v, angles, cache, slots, True, True) is None
+    assert on_gpu.rotary_write(q, k, v, angles, cache, slots, True, False)[0].shape == q.shape
     assert cache.k_scale.flatten()[:3].gt(0).all()
 
 
 def test_compositions_are_no_operations():
-    assert not {"normed", "normed_linear", "gated_linear", "rotary_write"} & {
+    assert not {"normed", *COMPOSITIONS} & {
         *ops.names(),
         *(row["name"] for row in ops.table()),
     }

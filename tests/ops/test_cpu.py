@@ -8,7 +8,7 @@ import torch
 from minillm import ops
 from minillm.kv_cache import LayerCache
 from minillm.model.config import PRESETS
-from minillm.model.decoder import rotary_table
+from minillm.model.rotary import rotary_table
 from minillm.ops import AttentionOptions, Rows, cpu, reference
 from minillm.ops.signatures import Truncation
 from minillm.quantization import DenseWeight
@@ -249,7 +249,7 @@ def test_rms_norm_equals_its_formula_including_eps():
 
 def test_rotation_preserves_norms_and_scores_depend_only_on_distance():
     from minillm.model.config import PRESETS
-    from minillm.model.decoder import rotary_table
+    from minillm.model.rotary import rotary_table
 
     table = rotary_table(PRESETS["gemma-2b"], 64, dtype=torch.float64, device="cpu")
     q, k = torch.randn(2, 1, 1, 256, dtype=torch.float64).expand(2, 50, 1, 256)

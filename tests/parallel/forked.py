@@ -74,6 +74,7 @@ def engine(ranks: Ranks, place=None, **options) -> Iterator[LLM]:
     """An LLM whose model is divided between these ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minillm.parallel.executor.Ranks", lambda devices: Lent(ranks))
-        size = len(ranks.devices)
+        stages = options.get("pipeline_parallel_size", 1)
+        size = len(ranks.devices) // stages
         with LLM(place, device="cpu", cpu_threads=1, tensor_parallel_size=size, **options) as llm:
             yield llm

@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+import pickle
 import signal
+import subprocess
 import threading
 import time
 from collections import deque
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from unittest.mock import MagicMock
 
 import pytest
@@ -17,11 +21,15 @@ import torch
 from minillm import SamplingParams
 from minillm.engine.async_llm import AsyncLLM
 from minillm.errors import ConfigError, RankFailed
+from minillm.parallel import ranks as module
 from minillm.parallel.collectives import PeerLost
-from minillm.parallel.messages import Failed
+from minillm.parallel.messages import Answered, Failed
+from minillm.parallel.rank import Rank
 from minillm.parallel.ranks import Ranks
 from minillm.runner import executor
 from minillm.runner.executor import LocalExecutor
+from minillm.scheduler.step import Step
+from tests.waiting import TIMEOUT, wait_until
 
 from . import forked
 
@@ -65,18 +73,34 @@ def runs_out_of_memory(launch):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def in_rank_1(fault, rank, step=7):
-    """Plant a fault in the steps from this one on."""
+def in_rank_1(fault, begun, rank, step=7, failing=1):
+    """Plant a fault in one rank's steps from this one on. begun: a file that says so."""
     launch = LocalExecutor.launch
 
     def planted(self, message):
-        return fault(partial(launch, self, message)) if message.number >= step else launch(self, message)
+        if message.number < step:
+            return launch(self, message)
+        begun.touch()
+        return fault(partial(launch, self, message))
 
-    if rank == 1:
+    if rank == failing:
         LocalExecutor.launch = planted
 
 
-PATIENCE = 2.0  # seconds: every collective of a step counts as progress
+def lose_patience(ranks, begun, fault, failing=1):
+    """Let a rank count as hung after a second from now on: once one has failed, and all that answer have done so.
+
+    So a slow machine is no hung rank before. The second answers of ranks that stand still are no progress any more.
+    """
+    answering = ranks.members if fault is hangs else ranks.members[:1]
+    wait_until(begun.exists)
+    for _ in range(2):
+        since = time.monotonic()
+        wait_until(lambda since=since: all(each.heard > since for each in answering))
+        wait_until(lambda: not ranks.members[1 - failing].working)
+    ranks.patience = 1.0
+
+
 FAULTS = [
     (diverges, r"sampled other tokens than rank 0 in step \d+: their caches may differ"),
     (hangs, r"hangs: the others have waited for it for \d+ s"),
@@ -88,11 +112,14 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "says"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_rank_that_fails_ends_the_requests_and_is_named(fault, says):
+def test_a_rank_that_fails_ends_the_requests_and_is_named(fault, says, tmp_path):
+    begun = tmp_path / "begun"
     with (
-        forked.ranks(2, partial(in_rank_1, fault), PATIENCE) as ranks,
+        forked.ranks(2, partial(in_rank_1, fault, begun)) as ranks,
         forked.engine(ranks, num_blocks=16) as llm,
     ):
+        if fault in (hangs, is_stopped):
+            threading.Thread(target=lose_patience, args=(ranks, begun, fault), daemon=True).start()
         assert llm.engine.executor.failure is None
         with pytest.raises(RankFailed, match=rf"^rank 1 \(process {ranks.members[1].process.pid}\):? {says}"):
             llm.generate(PROMPTS, SOME)
@@ -101,7 +128,22 @@ def test_a_rank_that_fails_ends_the_requests_and_is_named(fault, says):
             llm.generate(PROMPTS, SOME)
         assert not llm.engine.has_work and "rank 1" in llm.engine.executor.failure
     for member in ranks.members:
-        assert member.process.wait(60) is not None
+        assert member.process.wait(TIMEOUT) is not None
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("fault", [hangs, dies])
+def test_a_stage_that_fails_is_named_and_not_the_one_that_waits(fault, failing, tmp_path):
+    says, begun = dict(FAULTS)[fault], tmp_path / "begun"
+    with (
+        forked.ranks(2, partial(in_rank_1, fault, begun, failing=failing)) as ranks,
+        forked.engine(ranks, num_blocks=16, pipeline_parallel_size=2) as llm,
+    ):
+        if fault is hangs:
+            threading.Thread(target=lose_patience, args=(ranks, begun, fault, failing), daemon=True).start()
+        named = rf"^rank {failing} \(process {ranks.members[failing].process.pid}\):? {says}"
+        with pytest.raises(RankFailed, match=named):
+            llm.generate(PROMPTS, SOME)
 
 
 def test_the_rank_that_failed_first_is_named_even_if_another_reports_first():
@@ -109,7 +151,7 @@ def test_the_rank_that_failed_first_is_named_even_if_another_reports_first():
     failures = [Failed.of(gone), Failed.of(OSError("the device is gone")), Failed.of(gone)]
     ranks = object.__new__(Ranks)
     ranks.failure, ranks.patience, ranks._over = None, 1, threading.Event()
-    ranks.members = [MagicMock(inbox=deque([failed])) for failed in failures]
+    ranks.members = [MagicMock(inbox=deque([failed]), closed=False) for failed in failures]
     for rank, member in enumerate(ranks.members):
         member.__str__.return_value = f"rank {rank}"
     with pytest.raises(RankFailed, match="^rank 1: OSError: the device is gone$"):
@@ -117,12 +159,132 @@ def test_the_rank_that_failed_first_is_named_even_if_another_reports_first():
     assert all(member.process.kill.called for member in ranks.members)
 
 
-def test_all_clients_are_told_and_the_server_learns_of_it():
+class Ended:
+    """A process, and how it ends."""
+
+    def __init__(self, pid, status):
+        self.pid, self.status = pid, status
+
+    def kill(self):
+        if self.status is None:
+            self.status = -signal.SIGKILL
+
+    def wait(self, timeout=None):
+        if self.status is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+        return self.status
+
+
+def blamed(*ranks):
+    """Why ranks are lost that have sent these messages and ended with these statuses; None: they still run."""
+    ends = []
+
+    def start(theirs, arguments):
+        messages, status = ranks[len(ends)]
+        ends.append(Connection(theirs.dup().detach()))
+        for message in messages:
+            ends[-1].send_bytes(pickle.dumps(message))
+        if status is not None:
+            ends[-1].close()
+        return Ended(100 + len(ends), status)
+
+    found = Ranks(["cpu"] * len(ranks), start=start)
+    with pytest.raises(RankFailed) as raised:
+        while True:
+            found.collect()
+    found.close()
+    for end in ends:
+        end.close()
+    return str(raised.value)
+
+
+OWN, ANSWER = Failed.of(MemoryError("no room")), Answered(None)
+
+
+def test_a_failure_is_found_behind_an_answer_before_processes_that_it_ended():
+    says = blamed(([ANSWER, OWN], None), ([ANSWER], -signal.SIGABRT), ([], None))
+    assert says.startswith("rank 0 ") and says.endswith("MemoryError: no room")
+
+
+@pytest.mark.parametrize(
+    "first, says", [(-signal.SIGKILL, "was killed by SIGKILL"), (3, "ended with exit status 3"), (-11, "SIGSEGV")]
+)
+def test_of_processes_that_ended_the_one_is_named_that_no_library_aborted(first, says):
+    found = blamed(([], -signal.SIGABRT), ([], first), ([], -signal.SIGABRT))
+    assert found.startswith("rank 1 ") and says in found
+
+
+def test_a_process_that_was_killed_is_named_before_others_that_ended():
+    assert blamed(([], 1), ([OWN], None), ([], -signal.SIGKILL)).startswith("rank 2 ")
+
+
+def test_processes_that_only_aborted_are_named_all_the_same(monkeypatch):
+    monkeypatch.setattr(module, "GRACE", 0.01)
+    assert "rank 1 (process 102) was killed by SIGABRT" in blamed(([], None), ([], -signal.SIGABRT))
+
+
+class Over(BaseException):
+    pass
+
+
+def bare_rank(messages):
+    rank = object.__new__(Rank)
+    rank.working, rank._failed = False, threading.Event()
+    rank._messages, rank._answers = MagicMock(), SimpleQueue()
+    rank._messages.get.side_effect = [*messages, Over]
+    return rank
+
+
+def test_a_rank_that_failed_carries_out_nothing_more():
+    rank, done = bare_rank([1, 2, 3]), []
+
+    def do(message):
+        done.append(message)
+        if message == 2:
+            raise MemoryError("no room")
+        return lambda: message
+
+    rank._do = do
+    with pytest.raises(Over):
+        rank.run()
+    assert done == [1, 2] and rank._answers.qsize() == 2
+
+
+def test_a_rank_whose_results_failed_answers_and_carries_out_nothing_more():
+    rank, sent = bare_rank([1]), []
+    rank._do, rank._send = sent.append, sent.append
+    rank._answers.put(MagicMock(side_effect=OSError("the device is gone")))
+    rank._answers.put(lambda: 5)
+    rank._answer("cpu")
+    with pytest.raises(Over):
+        rank.run()
+    assert [each.message for each in sent] == ["OSError: the device is gone"]
+
+
+def test_answers_are_waited_for_on_the_ranks_own_gpu(monkeypatch):
+    rank, found = bare_rank([]), []
+    rank._send = found.append
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    rank._answers.put(MagicMock(side_effect=OSError("the device is gone")))
+    rank._answer("cuda:1")
+    assert found[0] == "cuda:1" and isinstance(found[1], Failed)
+
+
+def test_a_stage_answers_once_its_device_has_run_the_step():
+    rank = bare_rank([])
+    rank.group, rank.executor, rank.replacements = MagicMock(), MagicMock(), MagicMock()
+    rank.group.stage.last, rank.group.rank = False, 0
+    answer = rank._do(Step(0, *[None] * 5))
+    assert not rank.executor.launch().finish.called
+    assert answer().results is None and rank.executor.launch().finish.called
+
+
+def test_all_clients_are_told_and_the_server_learns_of_it(tmp_path):
     async def ask(served):
         return await asyncio.gather(*(served.generate(each, SOME) for each in PROMPTS), return_exceptions=True)
 
     with (
-        forked.ranks(2, partial(in_rank_1, dies)) as ranks,
+        forked.ranks(2, partial(in_rank_1, dies, tmp_path / "begun")) as ranks,
         forked.engine(ranks, num_blocks=16) as llm,
         closing(AsyncLLM(engine=llm)) as served,
     ):
@@ -136,7 +298,7 @@ def test_a_rank_that_ends_while_nothing_runs_is_noticed():
     with forked.ranks(2) as ranks, forked.engine(ranks, num_blocks=16) as llm:
         assert llm.engine.executor.failure is None
         os.kill(ranks.members[1].process.pid, signal.SIGKILL)
-        ranks.members[1].process.wait(60)
+        ranks.members[1].process.wait(TIMEOUT)
         assert llm.engine.executor.failure == f"{ranks.members[1]} was killed by SIGKILL, as the system does when " + (
             "memory runs out"
         )

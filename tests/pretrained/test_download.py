@@ -87,7 +87,7 @@ def stub() -> Path:
     """What counts as the downloaded model, without its files."""
     offer = CATALOG["small"]
     found = cache.Origin("a test", offer.sha256)
-    return cache.build(pretrained.place(offer), offer.sha256, 0, lambda folder: found, print)
+    return cache.build(pretrained.folder_of(offer), offer.sha256, 0, lambda folder: found, print)
 
 
 def left(tmp_path) -> list[str]:

@@ -1,4 +1,7 @@
-"""Trained models that are on this machine compute and write what transformers does. `minillm download` gets one."""
+"""Trained models that are on this machine compute and write what transformers does. `minillm download` gets one.
+
+These are proofs: a model of 135 million parameters takes minutes, and tests/model compares small ones of its family.
+"""
 
 import pytest
 
@@ -21,6 +24,7 @@ def pair(request):
 
 if HERE:  # without a model there is nothing to collect
 
+    @pytest.mark.proof
     @pytest.mark.real_model
     def test_the_model_does_what_transformers_does(pair, part):
         found = real_model.PARTS[part](pair)

@@ -1,5 +1,6 @@
 """Project rules that a test can check."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -58,6 +59,19 @@ def test_every_module_has_a_docstring():
         if path.read_text().strip() and not path.read_text().lstrip().startswith(('"""', 'r"""'))
     ]
     assert not silent, f"no docstring at the top of {silent}"
+
+
+def test_no_docstring_begins_with_a_question():
+    """Functions return whether something holds, and classes are something."""
+    course, documented = ROOT / "minillm" / "course", (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    asking = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in tracked("minillm/**.py")
+        if not path.is_relative_to(course)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented) and re.match(r"(What|Whether)\b", ast.get_docstring(node) or "")
+    ]
+    assert not asking
 
 
 def test_the_repository_stays_below_48_mib():

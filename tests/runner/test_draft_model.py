@@ -15,6 +15,7 @@ from minillm.runner.draft_model import DraftModel, frequent_tokens, head_tokens
 from minillm.speculation import Asked
 from tests import models
 from tests.chance import SEED
+from tests.proofs import only_in_proofs
 
 VOCABULARY = models.SMALL["vocab_size"]
 MODELS = ["llama3-grouped", "gemma2-grouped-untied"]
@@ -41,7 +42,7 @@ def made(directory, head=None, blocks=None, **options) -> DraftModel:
     return draft
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["chunked", *only_in_proofs(*(name for name in ENGINES if name != "chunked"))])
 @pytest.mark.explore
 def test_drafts_are_those_of_a_model_that_sees_the_request_for_the_first_time(directory, engine):
     """However many of the drafts before were right, whoever else was asked for meanwhile, and what was evicted."""
@@ -151,8 +152,9 @@ def test_a_draft_model_needs_the_models_tokenizer(directory, tmp_path):
         LLM(device="cpu", speculate=directory)
     with pytest.raises(ConfigError, match="no such model"):
         LLM(device="cpu", speculate="no-such-model")
-    with pytest.raises(ConfigError, match="speculate_head is for a draft model"):
-        LLM(device="cpu", speculate="ngram", speculate_head="x.json")
+    for name in ("off", "ngram"):
+        with pytest.raises(ConfigError, match=f"speculate_head is for a draft model, and speculate='{name}' has none"):
+            LLM(device="cpu", speculate=name, speculate_head="x.json")
     own = LLM(device="cpu")
     place = own.engine.tokenizer_directory
     own.close()

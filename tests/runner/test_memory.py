@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams
+from minillm import LLM, SamplingParams, ops
 from minillm.config import EngineConfig
 from minillm.errors import ConfigError, InvalidRequest
+from minillm.model.parallel import PipelineStage
 from minillm.runner import memory
+from minillm.runner.cuda_graph import DecodeShape
 from minillm.runner.memory import Memory, MemoryBudget
-from tests import models
+from tests import models, peft_files
 from tests.emulated_graphs import emulated_graphs
 
 GIB = 2**30
@@ -114,6 +116,27 @@ def llm(monkeypatch):
         yield llm
 
 
+def test_the_trial_run_has_an_adapter_in_each_row(monkeypatch, tmp_path):
+    """Steps with adapters take more memory, and what the cache has is not theirs."""
+    models.make("gemma-grouped").save_pretrained(tmp_path / "model")
+    adapters = {"one": peft_files.write(tmp_path / "one", tmp_path / "model")}
+    with LLM(tmp_path / "model", device="cpu", max_num_seqs=3, adapters=adapters) as llm:
+        measuring, own, seen = llm.engine.executor.runner.memory, ops.on("cpu").add_low_rank, []
+        monkeypatch.setattr(Memory, "reserved_by", lambda measuring, run: run(measuring.allocate(1)))
+        monkeypatch.setattr(ops.on("cpu"), "add_low_rank", lambda out, *rest: seen.append(len(out)) or own(out, *rest))
+        measuring.step_bytes(9, 3)
+        assert seen and max(seen) == 9
+        seen.clear()
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+        assert not seen, "the trial leaves no adapter behind"
+
+
+def test_the_slots_of_adapters_are_named_among_what_takes_memory():
+    room = MemoryBudget(total=10 * GIB, taken=8 * GIB, workspace=2 * GIB, graphs=GIB, utilization=0.9)
+    with pytest.raises(ConfigError, match="weights, 5 slots of adapters, other programs.* lower .*, max_loras or"):
+        blocks(room, config=replace(CONFIG, max_loras=4))
+
+
 @pytest.mark.parametrize("count", [3, 9, 16])
 def test_the_trial_run_of_the_largest_step_leaves_no_state(llm, count):
     params = SamplingParams(max_tokens=5, temperature=1, seed=3)
@@ -132,7 +155,7 @@ def test_a_step_that_does_not_fit_suggests_one_that_does(llm):
 
 def test_a_rank_tries_no_other_step_because_the_others_would_wait_for_the_first(llm, monkeypatch):
     config = replace(CONFIG, max_num_batched_tokens=100, max_num_seqs=9)
-    monkeypatch.setattr(llm.engine.model, "parallel", SimpleNamespace(size=2))
+    monkeypatch.setattr(llm.engine.model, "parallel", SimpleNamespace(size=2, stage=PipelineStage()))
     monkeypatch.setattr(memory.Memory, "_step_fits", lambda *arguments: pytest.fail("another step"))
     with pytest.raises(ConfigError, match="max_num_batched_tokens=100 .* use a smaller model or dtype"):
         llm.engine.executor.runner.memory.workspace(config)
@@ -149,7 +172,8 @@ def test_the_largest_graph_is_measured_in_a_trial_run_and_captured_first(llm):
         assert reckoned == 5 + CAPTURE_BYTES + (5 + 2) * GRAPH_BYTES
         with LLM(device="cpu", max_num_seqs=4, max_model_len=512, max_num_batched_tokens=16) as other:
             other.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
-            assert list(other.engine.executor.runner.graphs.captured.decodes) == [(4, 32), (2, 16)]
+            captured = other.engine.executor.runner.graphs.captured.decodes
+            assert list(captured) == [DecodeShape(4, 32), DecodeShape(2, 16)]
 
 
 @pytest.mark.skipif(

@@ -15,6 +15,7 @@ from minillm.runner.mixed_graphs import MixedGraphs
 from minillm.scheduler import Step
 from tests import models
 from tests.emulated_graphs import emulated_graphs
+from tests.proofs import only_in_proofs
 
 pytest.importorskip("triton", reason="graphs need triton, which is not installed here")
 PLAIN = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -28,7 +29,7 @@ FEW = OPTIONS | {"max_num_seqs": 2, "max_num_batched_tokens": 8}  # small shapes
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
-    models.make("gemma-multi-query").save_pretrained(directory)
+    models.make("gemma-multi-query", num_hidden_layers=1).save_pretrained(directory)  # interpreted, each takes its time
     return directory
 
 
@@ -71,7 +72,7 @@ def step(decodes: int, prompts: list[int], start: int = 0) -> Step:
     ids=str,
 )
 def test_a_step_runs_in_the_smallest_shape_that_fits(llm, of, shape):
-    assert llm.engine.executor.runner.graphs.mixed.fits(of) == shape
+    assert llm.engine.executor.runner.graphs.mixed.fits(of) == (shape and (*shape, False))
 
 
 def test_long_rows_get_wider_block_tables():
@@ -113,6 +114,36 @@ def test_the_graphs_inputs_describe_each_token_and_each_row(llm):
     )
 
 
+def test_a_row_with_drafts_is_among_the_decodes_once_for_each_of_its_tokens(llm):
+    """Rows 7 and 2 have two drafts, row 5 runs a prompt, row 0 has one draft, row 3 begins a prompt, row 9 has none."""
+    mixed = llm.engine.executor.runner.graphs.mixed
+    of = Step(
+        1,
+        rows=np.array([7, 2, 5, 0, 3, 9], np.int32),
+        starts=np.array([9, 4, 0, 6, 0, 8], np.int32),
+        queries=np.array([3, 3, 3, 2, 4, 1], np.int32),
+        samples=np.array([True, True, True, True, False, True]),
+        decodes=2,
+        queries_per_decode=3,
+        drafts=np.array([[1, 2], [3, 4], [-1, -1], [5, -1], [-1, -1], [-1, -1]], np.int32),
+    )
+    shape = mixed.fits(of)
+    assert shape == (64, 16, 16, 64, False)
+    sizes = [shape.rows] * 5 + [shape.tokens] * 2 + [shape.prompts + 2]
+    rows, positions, sampling, last, order, token_rows, token_positions, starts = np.split(
+        mixed._packed(of, shape), np.cumsum(sizes)[:-1]
+    )
+    first, padding = shape.decodes, 32
+    used = [*range(9), first, first + 1]
+    assert rows[used].tolist() == [7, 7, 7, 2, 2, 2, 0, 0, 9, 5, 3] and (np.delete(rows, used) == padding).all()
+    assert positions[used].tolist() == [9, 10, 11, 4, 5, 6, 6, 7, 8, 2, 3]
+    assert sampling[used].tolist() == [7, 7, 7, 2, 2, 2, 0, 0, 9, 5, padding]
+    assert last[used].tolist() == [*range(9), first + 2, first + 6]
+    assert order[:10].tolist() == [0, 1, 2, 3, 4, 5, first, 6, 7, 8], "the order of the step's rows"
+    assert token_rows[:7].tolist() == [5] * 3 + [3] * 4 and token_positions[:7].tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert starts[:3].tolist() == [0, 3, 7]
+
+
 def replays(llm) -> int:
     return sum(each.graph.count for each in llm.engine.executor.runner.graphs.captured.mixed.values())
 
@@ -128,11 +159,13 @@ SAMPLING_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("option", [*SAMPLING_OPTIONS, {"prompt_logprobs": 1}], ids=str)
+@pytest.mark.parametrize(
+    "option", [*SAMPLING_OPTIONS[3:], {"prompt_logprobs": 1}, *only_in_proofs(*SAMPLING_OPTIONS[:3])], ids=str
+)
 def test_requests_on_the_general_sampling_path_still_run_in_graphs(llm, option):
     """Except for prompt log-probabilities, which need the last layer's output at every token."""
     before = replays(llm)
-    llm.generate(PROMPTS, SamplingParams(**PLAIN | option))
+    llm.generate(PROMPTS, SamplingParams(**PLAIN | {"max_tokens": 1} | option))
     assert replays(llm) - before == ("prompt_logprobs" not in option)
 
 
@@ -168,16 +201,6 @@ def test_a_graph_step_discards_the_batch_of_earlier_eager_steps(directory):
         assert engine.executor.runner._decoding is not None
         engine.step()
         assert engine.executor.runner._decoding is None
-
-
-def test_after_a_step_with_prompts_decodes_are_told_their_positions_anew(llm, monkeypatch):
-    """They keep their positions on the device from one step to the next, and this one has moved them."""
-    graphs = llm.engine.executor.runner.graphs
-    graph = SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), out=torch.zeros(80), to_sample=[None])
-    monkeypatch.setattr(graphs.mixed, "capture", lambda shape: graph)
-    graphs.decodes._sent = np.arange(2), np.full(2, 3)
-    assert graphs.replay(step(2, [3])) is not None
-    assert [len(each) for each in graphs.decodes._sent] == [0, 0]
 
 
 def test_a_user_supplied_operation_runs_eagerly_here_even_if_it_is_capturable(llm):
@@ -229,6 +252,23 @@ def test_a_shape_runs_eagerly_if_memory_is_too_small_for_its_graph(llm, small, m
     assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
 
 
+@pytest.mark.parametrize("only_largest", [True, False])
+def test_a_rank_without_memory_for_a_graph_never_runs_another_shape_than_the_others(only_largest, small, monkeypatch):
+    mixed, rehearse = small.engine.executor.runner.graphs.mixed, MixedGraphs.rehearse
+    shapes = list(mixed.shapes)
+
+    def full(shape):
+        if shape == shapes[-1] or not only_largest:
+            raise torch.OutOfMemoryError("no memory is left")
+        rehearse(mixed, shape)
+
+    monkeypatch.setattr(mixed, "rehearse", full)
+    monkeypatch.setattr(mixed, "model", SimpleNamespace(parallel=SimpleNamespace(size=2)))
+    with pytest.raises(MemoryError, match="which all ranks have to run: lower gpu_memory_utilization"):
+        small.generate(PROMPTS, SamplingParams(**PLAIN))
+    assert mixed.shapes == shapes
+
+
 def test_smaller_shapes_stay_if_memory_is_too_small_for_the_largest(small, monkeypatch):
     mixed, rehearse = small.engine.executor.runner.graphs.mixed, MixedGraphs.rehearse
     first, last = mixed.shapes
@@ -274,11 +314,3 @@ def test_closing_frees_the_graphs_at_once(small):
         assert len(kept) > 2 and all(each() is None for each in kept)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("prompts", [[], [3]])
-def test_no_graph_runs_several_tokens_of_a_decoding_row(llm, prompts):
-    several = step(2, prompts)
-    several.queries[:2], several.queries_per_decode = 3, 3
-    several.drafts = np.full((len(several.rows), 2), 5, np.int32)
-    assert llm.engine.executor.runner.graphs.replay(several) is None

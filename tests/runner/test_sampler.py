@@ -8,11 +8,13 @@ import torch
 
 from minillm import InvalidRequest, SamplingParams, ops
 from minillm.ops.signatures import Truncation
+from minillm.runner.adjusted_logits import forbid, penalize
 from minillm.runner.logprobs import top_logprobs
-from minillm.runner.sampler import Sampler, forbid, uniforms
+from minillm.runner.sampler import Sampler, uniforms
 from minillm.runner.sampling_columns import derived_seed, mix
 from minillm.runner.state import RowState
 from minillm.scheduler.step import NewRow
+from tests.proofs import only_in_proofs
 
 pytestmark = pytest.mark.key
 
@@ -105,7 +107,7 @@ def test_greedy_requests_are_not_truncated(monkeypatch):
     assert seen == [None]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [CASES[0], *only_in_proofs(*CASES[1:-1]), CASES[-1]], ids=str)
 def test_draws_follow_the_documented_distribution(case):
     params = SamplingParams(**case)
     probabilities = expected(params)
@@ -262,3 +264,20 @@ def test_a_mask_forbids_the_tokens_whose_bits_are_0_in_its_own_row():
     allowed = [(found[row] > -torch.inf).nonzero().flatten().tolist() for row in range(3)]
     assert allowed == [[3, 8], list(range(10)), [0, 1, 7, 9]]
     assert torch.where(found > -torch.inf, found, logits).equal(logits)
+
+
+def test_penalties_leave_out_what_is_no_token():
+    """A prompt's embeddings have the id -1; a row may have no token at all, and rows end at different lengths."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, VOCABULARY)
+    history = torch.tensor([[-1, 3, -1, 7, 7, 9], [-1, -1, -1, 5, -1, -1], [-1, -1, 4, 4, 4, 4], [2, -1, 8, 0, 0, 0]])
+    known, prompt = torch.tensor([5, 4, 2, 3]), torch.tensor([3, 3, 2, 2])
+    expected = logits.clone()
+    for row, (length, begin) in enumerate(zip(known.tolist(), prompt.tolist(), strict=True)):
+        seen, output = history[row, :length].tolist(), history[row, begin:length].tolist()
+        for token in set(seen) - {-1}:
+            factor = 1.7 if expected[row, token] < 0 else 1 / 1.7
+            expected[row, token] *= factor
+            expected[row, token] -= 0.3 * output.count(token) + 0.4 * (token in output)
+    penalties = (torch.full((4, 1), value) for value in (1.7, 0.4, 0.3))
+    assert torch.allclose(penalize(logits, history, known, prompt, *penalties), expected)

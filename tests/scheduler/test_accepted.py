@@ -109,6 +109,17 @@ def test_drafts_take_what_is_left_of_the_budget_and_no_block_from_others():
     tight.check()
 
 
+def test_drafts_that_were_planned_run_only_where_the_step_has_room():
+    scheduler = running(5, 9, drafts=[[60, 61, 62], [70, 71, 72]], max_num_batched_tokens=12)
+    step = scheduler.schedule()
+    assert scheduler.schedule() is None, "while a step runs, the next one's drafts are counted"
+    tokens = {0: [60, 61, 62, 63], 1: [70, 71, 72, 73]}
+    scheduler.complete(step, np.array([tokens[row] for row in step.rows.tolist()]), np.array([4, 4]))
+    scheduler.submit(Request("new", np.arange(100, 106, dtype=np.int32), SamplingParams(), limit=20))
+    step = scheduler.schedule()
+    assert step.queries.sum() == 12 and step.drafted.sum() == 4, "two tokens, six of the new prompt, four drafts"
+
+
 def test_a_draft_that_ends_the_request_and_those_after_it_are_not_run():
     scheduler = running(5, drafts=[[60, 99, 61]])
     assert scheduler.schedule().drafts.tolist() == [[60]]

@@ -6,10 +6,14 @@ allocated twice, lost or overwritten changes tokens. A layer group with a window
 no request holds or can find are wiped. The expected tokens come from a loop that knows nothing about blocks.
 
 Some schedules have drafts, each right or wrong by a coin. As on a real device, what a step stored for drafts that were
-wrong stays there until it is overwritten.
+wrong stays there until it is overwritten. Where steps go through a pipeline, the device learns a step's tokens only
+when the step is read. Where it drafts itself, it keeps the rows' lengths, and the scheduler learns them a few steps
+later.
 """
 
+import random
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +35,7 @@ from minillm.runner.launched import agreed
 from minillm.scheduler import Scheduler
 from minillm.scheduler.policies import POLICIES, FirstComeFirstServed
 from tests.chance import TIMES
+from tests.proofs import only_in_proofs
 from tests.speculation.proposers import Coin, speculation
 
 pytestmark = pytest.mark.key
@@ -88,6 +93,10 @@ class Device:
         self.tokens: dict[tuple[int, int], int] = {}
         self.table: dict[tuple[int, int, int], int] = {}
         self.slots: dict[tuple[int, int], int] = {}
+        self.stages = scheduler.stages
+        self.unread: deque[dict[tuple[int, int], int]] = deque()  # tokens that steps in flight sampled
+        self.lengths: dict[int, int] = {}  # tokens of rows for which the device drafts
+        self.coin = random.Random(0)
 
     def run(self, step) -> tuple[np.ndarray, set[tuple[int, int]], set[int]]:
         """The step's sampled tokens, the blocks it writes with the row that writes each, and the blocks it reads."""
@@ -120,8 +129,35 @@ class Device:
                 token = next_token(farthest[p] for p in range(max(after - reach, 0), after))
                 stored[row, after] = token
                 sampled.append(token)
-        self.tokens |= stored
+        self.store(stored)
         return np.array(sampled, np.int64), written, read
+
+    def drafted(self, step):
+        """The step with the starts that the device has counted, and with drafts that it finds."""
+        if step.lookup is None:
+            return step
+        starts, drafts = step.starts.copy(), np.full_like(step.drafts, -1)
+        for i, (row, count) in enumerate(zip(step.rows.tolist(), step.drafted.tolist(), strict=True)):
+            assert step.lookup[i] or self.lengths[row] - 1 <= starts[i], "a row has more tokens than were counted"
+            starts[i] = starts[i] if step.lookup[i] else self.lengths[row] - 1
+            tokens = [self.tokens[row, position] for position in range(starts[i] + 1)]
+            for j in range(self.coin.randint(0, count)):
+                right = next_token(tokens)
+                drafts[i, j] = right if self.coin.random() < 0.8 else self.coin.randrange(VOCABULARY)
+                tokens.append(int(drafts[i, j]))
+        return replace(step, starts=starts, queries=1 + (drafts >= 0).sum(1, dtype=np.int32), drafts=drafts)
+
+    def count(self, step, accepted) -> None:
+        """Move on the lengths of rows by the tokens that a step has `accepted`, if it found its drafts itself."""
+        if step.lookup is not None:
+            for row, start, count in zip(step.rows.tolist(), step.starts.tolist(), accepted.tolist(), strict=True):
+                self.lengths[row] = start + 1 + count
+
+    def store(self, sampled: dict[tuple[int, int], int]) -> None:
+        """Keep a step's tokens, at once or, with stages, when the step is read."""
+        self.unread.append(sampled)
+        if self.stages == 1:
+            self.tokens |= sampled
 
     def update(self, step) -> None:
         """Apply what changed since the last step."""
@@ -150,6 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     scheduler_class = Scheduler
     pool_class = BlockPool
     device_class = Device
+    drafts_ahead = False  # whether the device drafts in every run
 
     @initialize(
         rows=st.integers(1, 6),
@@ -162,9 +199,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from([*SCHEDULES, "short chunks"]),
         drafts=st.sampled_from([0, 0, 1, 3, 6]),
         coin=st.integers(0, 99),
+        stages=st.sampled_from([1, 1, 2, 3]),
+        by_device=st.booleans(),
     )
-    def start(self, rows, budget, run_ahead, policy, drafts, coin, **options):
+    def start(self, rows, budget, run_ahead, policy, drafts, coin, by_device=False, **options):
         options = {"max_model_len": LONGEST} | options
+        if self.drafts_ahead:
+            drafts, by_device = drafts or 4, True
+        if drafts and by_device:  # which goes with neither windows nor stages
+            options |= {"windows": options["windows"][:1] if options["windows"][0] is None else (None,), "stages": 1}
         if drafts:
 
             def right(asked) -> list[int]:
@@ -173,12 +216,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
             proposer = Coin(right, VOCABULARY, right=0.8, seed=coin)
             options["speculation"] = speculation(proposer, rows, drafts, VOCABULARY)
+            options["speculation"].on_device = by_device
+            options["speculation"].runs_ahead = coin % 2 == 1
         self.scheduler = self.scheduler_class(
             max_num_seqs=rows, max_num_batched_tokens=budget, policy=SCHEDULES[policy](), **options
         )
         self.scheduler.pool = self.pool_class(options["num_blocks"])
         self.budget, self.run_ahead = budget, run_ahead
         self.device = self.device_class(self.scheduler)
+        self.device.coin.seed(coin)
         self.in_flight = deque()
         self.requests: list[Request] = []
 
@@ -242,6 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for offset in range(self.scheduler.block_size):
                     self.device.slots.pop((block, offset), None)
         self.in_flight.clear()
+        self.device.unread.clear()
         self.scheduler.reset(lost, self.pool_class(self.scheduler.pool.num_blocks))
         self.device.pool = self.scheduler.pool
         for request in lost if again else []:
@@ -249,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self):
-        if len(self.in_flight) > self.run_ahead:
+        if len(self.in_flight) >= max(self.run_ahead + 1, self.scheduler.stages):
             return
         step = self.scheduler.schedule()
         if step is None:
@@ -258,16 +305,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 0 < step.queries.sum() <= self.budget, "the step exceeds its token budget"
         decoding = step.queries == step.queries_per_decode
         assert decoding[: step.decodes].all() and not decoding[step.decodes :].any()
-        sampled, written, read = self.device.run(step)
+        actual = self.device.drafted(step)
+        sampled, written, read = self.device.run(actual)
         owners = {(block, self.scheduler.requests[row]) for block, row in written}
-        self.in_flight.append((step, sampled, owners, read))
+        results = agreed(actual, sampled)
+        self.device.count(actual, results.accepted)
+        if step.lookup is not None:
+            results.found = actual.drafted
+        self.in_flight.append((step, results, owners, read))
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def read(self):
-        step, sampled, _, _ = self.in_flight.popleft()
-        results = agreed(step, sampled)
-        for request in self.scheduler.complete(step, results.tokens, results.accepted):
+        step, results, _, _ = self.in_flight.popleft()
+        sampled = self.device.unread.popleft()
+        if self.device.stages > 1:  # else the device has them since it ran the step, and newer ones since
+            self.device.tokens |= sampled
+        more = {} if step.lookup is None else {"found": results.found}
+        for request in self.scheduler.complete(step, results.tokens, results.accepted, **more):
             assert request.finish_reason in ("stop", "length")
 
     @invariant()
@@ -327,6 +382,17 @@ def run(machine: type[SchedulerMachine], **options) -> None:
 @pytest.mark.explore
 def test_any_schedule_gives_each_request_the_same_tokens_as_alone():
     run(SchedulerMachine, max_examples=EXAMPLES // 2 * TIMES)
+
+
+class AheadMachine(SchedulerMachine):
+    """The device drafts in every run."""
+
+    drafts_ahead = True
+
+
+@pytest.mark.explore
+def test_any_schedule_with_drafts_of_the_device_does_so_too():
+    run(AheadMachine, max_examples=EXAMPLES // 2 * TIMES)
 
 
 class ForgetsReferences(BlockPool):
@@ -462,23 +528,59 @@ class HidesWhatIsSeenAgain(Scheduler):
         super()._release_hidden(rows)
 
 
+class AcceptsOneTooManyAhead(Scheduler):
+    """A row is one token longer for the host than for the device, which has started the next step by then."""
+
+    def complete(self, step, tokens, accepted, found=None):
+        if found is not None:
+            accepted = np.minimum(accepted + 1, tokens.shape[1])
+        return super().complete(step, tokens, accepted, *([] if found is None else [found]))
+
+
+class StartsWhereItCounts(Scheduler):
+    """A step starts where the host expects it, as if all drafts in flight were right."""
+
+    def schedule(self):
+        step = super().schedule()
+        if step is not None and step.lookup is not None:
+            step.lookup[:] = True
+        return step
+
+
+class KeepsAStaleLength(Scheduler):
+    """After a step that the device does not count, it goes on from the length that it had before."""
+
+    def schedule(self):
+        before, step = self.speculation and self.speculation.newest_ahead, super().schedule()
+        if step is not None and step.lookup is not None and before >= 0:
+            step.lookup &= ~np.isin(step.rows, self.counted)
+        if step is not None and step.lookup is not None:
+            self.counted = np.union1d(getattr(self, "counted", []), step.rows)
+        return step
+
+
 # tools/state_machines.py runs these machines for a million steps and plants these faults. A fault replaces its first
 # base class.
-MACHINES = [SchedulerMachine]
+MACHINES = [SchedulerMachine, AheadMachine]
 FAULTS = [ForgetsReferences, GivesTwice, KeepsStaleKeys, SkipsTheFence, OverspendsByOne, StopsOneLate]
 FAULTS += [SharesUnwrittenBlocks, RemembersWhatFailed]
 FAULTS += [LetsGoTooEarly, LetsGoTwice, LetsGoWithoutFence, MissesLocalBlocks]
 FAULTS += [AcceptsOneTooMany, HidesWhatIsSeenAgain]
+AHEAD = [AcceptsOneTooManyAhead, StartsWhereItCounts, KeepsAStaleLength]
+FAULTS += AHEAD
 FINDINGS = (AssertionError, KeyError, IndexError, ValueError)
 
 
 def with_fault(fault: type) -> type[SchedulerMachine]:
     """The machine with this faulty scheduler or pool."""
     name = "pool_class" if issubclass(fault, BlockPool) else "scheduler_class"
-    return type(f"With{fault.__name__}", (SchedulerMachine,), {name: fault})
+    machine = AheadMachine if fault in AHEAD else SchedulerMachine
+    return type(f"With{fault.__name__}", (machine,), {name: fault})
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", [*FAULTS[::3], *only_in_proofs(*FAULTS[1::3], *FAULTS[2::3])], ids=lambda fault: fault.__name__
+)
 def test_a_planted_fault_is_found_within_10000_steps(fault):
     with pytest.raises(FINDINGS):
         run(with_fault(fault), phases=(Phase.generate,), database=None, derandomize=True)

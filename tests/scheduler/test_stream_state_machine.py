@@ -62,13 +62,13 @@ class StreamDevice(Device):
             for place in range(start - moved, start - moved + count):
                 token, *_ = self.slots[mine[place]]
                 self.slots[mine[place]] = token, mixed(self.slots[slot][0] for slot in mine[: place + 1])
-        sampled = []
+        sampled = {}
         for (row, start, count, moved), samples in zip(spans, step.samples, strict=True):
             if samples:
                 token = mixed(self.slots[slot][1] for slot in slots(row, moved, start + count)) % VOCABULARY
-                self.tokens[int(row), int(start + count)] = token
-                sampled.append(token)
-        return np.array(sampled, np.int64), written, read
+                sampled[int(row), int(start + count)] = token
+        self.store(sampled)
+        return np.array([*sampled.values()], np.int64), written, read
 
 
 class StreamMachine(SchedulerMachine):
@@ -83,6 +83,7 @@ class StreamMachine(SchedulerMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         run_ahead=st.integers(0, 3),
         policy=st.sampled_from([*SCHEDULES, "short chunks"]),
+        stages=st.sampled_from([1, 2]),
     )
     def start(self, stream, block_size, **options):
         longest = stream.max_blocks * block_size

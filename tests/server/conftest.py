@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -58,7 +59,7 @@ def engine(model_directory):
 
 @pytest.fixture(scope="session")
 def server(engine):
-    with running(engine) as server:
+    with running(engine, keep_alive_timeout=TIMEOUT) as server:  # clients that are kept rest between two tests
         yield server
 
 
@@ -69,6 +70,7 @@ class Here:
     engine: AsyncLLM
     model: str
     client: httpx.Client
+    hub: Any
 
 
 @contextmanager
@@ -86,7 +88,7 @@ def served_here(engine: AsyncLLM, **options) -> Iterator[Here]:
     app = Counted(create_app(served, "127.0.0.1", served.metrics_text), served.ledger.answered)
     with TestClient(app, "http://localhost", raise_server_exceptions=False) as client:
         try:
-            yield Here(engine, served.facts.name, client)
+            yield Here(engine, served.facts.name, client, served.hub)
         finally:
             served.close()
 

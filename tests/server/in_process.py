@@ -3,8 +3,11 @@
 import asyncio
 import socket
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
+import pytest
+
+from minillm.server import garbage
 from minillm.server.config import ServerConfig
 from minillm.server.control import Control
 from minillm.server.engine_side.hub import Hub
@@ -15,8 +18,11 @@ JSON = {"content-type": "application/json"}
 
 
 @asynccontextmanager
-async def worker_here(engine, *, most: int | None = None, **options):
-    """Run a worker in this event loop, where its tasks and files can be counted; yields its port and hub."""
+async def worker_here(engine, *, most: int | None = None, frozen=nullcontext, **options):
+    """Run a worker in this event loop, where its tasks and files can be counted; yields its port and hub.
+
+    frozen: in place of `garbage.frozen`, whose collection takes a second where all tests have been collected.
+    """
     ours, theirs = socket.socketpair()
     owner, owned = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1000)
@@ -36,10 +42,12 @@ async def worker_here(engine, *, most: int | None = None, **options):
                 control.send({"op": "counted", "id": message["id"], "families": ledger.families()})
 
     control.listen(hear, lambda: None)
-    task = asyncio.create_task(work(listener, Control(owned), most))
-    with theirs:
-        control.send({"op": "engine", "seconds": 0.0}, theirs)
-    await asyncio.wrap_future(ready)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(garbage, "frozen", frozen)
+        task = asyncio.create_task(work(listener, Control(owned), most))
+        with theirs:
+            control.send({"op": "engine", "seconds": 0.0}, theirs)
+        await asyncio.wrap_future(ready)
     yield port, hub
     control.send({"op": "stop", "grace": hub.config.shutdown_grace})
     await task

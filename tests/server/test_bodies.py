@@ -18,7 +18,7 @@ from minillm.server.worker.bounded_json import BoundedDecoder
 from minillm.server.worker.protocol import ChatRequest, CompletionRequest
 from minillm.values import QUOTED
 from tests.server.in_process import JSON, worker_here
-from tests.waiting import async_wait_until
+from tests.waiting import TIMEOUT, async_wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 TURNS = [{"role": "user", "content": "hi"}]
@@ -122,7 +122,7 @@ def test_other_requests_are_served_while_a_large_body_is_checked(engine, monkeyp
 
     def checked(reader, data, form, length=None):
         if len(data) > limits.FREE_BODY:
-            assert answered.wait(60), "no other request was answered"
+            assert answered.wait(TIMEOUT), "no other request was answered"
         return parse(reader, data, form, length)
 
     async def everything():
@@ -227,7 +227,7 @@ ECHOES = {
 def test_an_error_message_quotes_only_a_little_of_the_request(server, what):
     form, content = ECHOES[what]
     path = "chat/completions" if form is ChatRequest else "completions"
-    refused = httpx.post(f"{server.url}/v1/{path}", content=json.dumps(content), headers=JSON)
+    refused = httpx.post(f"{server.url}/v1/{path}", content=json.dumps(content), headers=JSON, timeout=TIMEOUT)
     assert refused.status_code in (400, 404)
     error = refused.json()["error"]
     assert len(error["message"]) < 250 and len(error["param"] or "") <= QUOTED
@@ -235,9 +235,9 @@ def test_an_error_message_quotes_only_a_little_of_the_request(server, what):
 
 
 def test_long_paths_and_messages_are_truncated(server):
-    refused = httpx.get(f"{server.url}/v1/{LONG[:10_000]}")
+    refused = httpx.get(f"{server.url}/v1/{LONG[:10_000]}", timeout=TIMEOUT)
     assert refused.status_code == 404 and len(refused.content) < 300
-    refused = httpx.get(f"{server.url}/v1/models/{LONG[:10_000]}")
+    refused = httpx.get(f"{server.url}/v1/models/{LONG[:10_000]}", timeout=TIMEOUT)
     assert refused.status_code == 404 and len(refused.content) < 300
     assert len(APIError("a" * 10**6).body["error"]["message"]) < MAX_MESSAGE + 10
 
@@ -249,7 +249,7 @@ TRITON_PATHS = tuple(f"/v2/models/small-random/{action}" for action in ("infer",
 @pytest.mark.parametrize("coding", ["gzip", "br", "GZip, identity", "x-unknown"])
 def test_a_compressed_body_is_refused_with_what_is_accepted(server, coding):
     """RFC 9110, sections 8.4.1, 12.5.3 and 15.5.16."""
-    with httpx.Client(base_url=server.url, headers={"content-encoding": coding}) as client:
+    with httpx.Client(base_url=server.url, headers={"content-encoding": coding}, timeout=TIMEOUT) as client:
         for path in (*JSON_PATHS, *TRITON_PATHS):
             for more in ({}, {"inference-header-content-length": "321"}):
                 answer = client.post(path, content=gzip.compress(b"{}"), headers=JSON | more)
@@ -263,7 +263,7 @@ def test_a_compressed_body_is_refused_with_what_is_accepted(server, coding):
 def test_codings_on_several_lines_are_one_list(server, codings, status):
     """RFC 9110, section 5.3."""
     lines = [("content-type", "application/json"), *(("content-encoding", coding) for coding in codings)]
-    answer = httpx.post(server.url + "/tokenize", content=b'{"prompt": "a"}', headers=lines)
+    answer = httpx.post(server.url + "/tokenize", content=b'{"prompt": "a"}', headers=lines, timeout=TIMEOUT)
     assert answer.status_code == status, answer.text
 
 
@@ -272,14 +272,14 @@ def test_codings_on_several_lines_are_one_list(server, codings, status):
     [("utf-8", 200), ('"UTF-8"', 200), ("utf8", 200), ("us-ascii", 200), ("iso-8859-1", 415), ("x-none", 415)],
 )
 def test_a_body_in_another_charset_than_unicode_is_refused(server, charset, status):
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         kind = {"content-type": f"application/json; charset={charset}"}
         answer = client.post("/tokenize", content=b'{"prompt": "a"}', headers=kind)
         assert answer.status_code == status and (status == 200 or charset in answer.json()["error"]["message"])
 
 
 def test_utf_16_is_read(server):
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=TIMEOUT) as client:
         kind = {"content-type": "application/json; charset=utf-16"}
         wide = client.post("/tokenize", content='{"prompt": "Högg"}'.encode("utf-16"), headers=kind)
         assert wide.json() == client.post("/tokenize", json={"prompt": "Högg"}).json()

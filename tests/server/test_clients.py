@@ -60,7 +60,7 @@ def test_a_choice_that_ended_in_any_way_no_longer_counts(shared, more):
             ask(client, "eve", **more)
         wait_until(lambda: shared.hub.running == 0)  # the other worker's message may come first
         assert ask(client, "eve", n=2).status_code == 200
-    assert all(not line._clients for line in shared.hub.lines) and idle(shared.engine)
+    wait_until(lambda: not any(line._clients for line in shared.hub.lines) and idle(shared.engine))
 
 
 def test_what_a_client_puts_before_the_proxys_own_words_makes_no_difference(shared):

@@ -134,7 +134,7 @@ def test_a_late_body_is_answered_with_408_and_counted(engine):
         writer.write(HEAD + b"content-length: 100\r\n\r\n" + b'{"prompt"')
         late(*await answer(reader), "the body")
         assert await reader.read() == b""
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
             text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
         assert 'minillm_http_requests_total{status="408"} 1.0' in text
 

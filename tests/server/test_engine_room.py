@@ -339,7 +339,7 @@ def test_nothing_is_copied_while_nobody_asks(http, monkeypatch):
 
 def new_state(server, http):
     """Not the one that an earlier test asked for."""
-    server.hub.room._renew_at = 0.0
+    server.hub.engine_room._renew_at = 0.0
     return http.get("/engine/state")
 
 

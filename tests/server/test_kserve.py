@@ -9,6 +9,7 @@ import pytest
 
 from minillm.request import SamplingParams
 from minillm.server import running
+from tests.waiting import TIMEOUT
 
 PROMPTS = ["The river", "A stone at Högg"]
 TOKENS = 8
@@ -237,7 +238,8 @@ def test_wrong_requests_are_refused_in_tritons_form(http, path, body, status, re
 
 def test_a_key_is_asked_for_in_tritons_form(model_directory):
     with running(model_directory, api_key="a-long-key", load_format="dummy", device="cpu") as server:
-        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
-        refused = httpx.get(f"{server.url}/v2")
+        assert httpx.get(f"{server.url}/v2/health/ready", timeout=TIMEOUT).status_code == 200
+        refused = httpx.get(f"{server.url}/v2", timeout=TIMEOUT)
         assert refused.status_code == 401 and "API key" in refused.json()["error"]
-        assert httpx.get(f"{server.url}/v2", headers={"authorization": "Bearer a-long-key"}).status_code == 200
+        key = {"authorization": "Bearer a-long-key"}
+        assert httpx.get(f"{server.url}/v2", headers=key, timeout=TIMEOUT).status_code == 200

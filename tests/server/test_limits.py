@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import random
@@ -324,9 +325,11 @@ def test_invalid_requests_do_not_change_a_valid_one(server):
 
 
 def test_a_failing_operation_gives_500_streamed_or_not_and_the_server_keeps_running(server):
-    failing = threading.Event()
+    failing, steps = threading.Event(), itertools.count()
 
     def embedding(ids, weight, scale):
+        if next(steps) == 4:
+            assert failing.wait(TIMEOUT), "the stream has begun long since"
         if failing.is_set():
             raise ArithmeticError("my embedding is wrong")
         return weight[ids] * scale

@@ -18,7 +18,7 @@ from minillm.request import SamplingParams
 from minillm.server.config import ServerConfig
 from minillm.server.engine_side.hub import Hub
 from minillm.server.engine_side.line import SocketLine
-from minillm.server.lengths import TooLong, room
+from minillm.server.lengths import TooLong, check_length
 from minillm.server.wire import (
     HEADER,
     MAGIC,
@@ -230,6 +230,19 @@ def test_a_closing_engine_does_not_tell_workers_that_their_answers_have_ended(en
     assert arrived == [hub.hello]
 
 
+def test_a_connection_that_comes_just_before_an_engine_closes_is_closed_too(engine, monkeypatch):
+    run = Hub._run
+    monkeypatch.setattr(Hub, "_run", lambda hub: (wait_until(lambda: hub._closing), run(hub)))
+    hub = Hub(engine, "here", CONFIG)
+    ours, theirs = socket.socketpair()
+    hub.connect(ours)
+    with theirs:
+        hub.close()
+        theirs.setblocking(False)
+        while theirs.recv(1 << 20):
+            pass  # it has said hello
+
+
 def test_parameters_are_sent_as_differences_from_the_defaults():
     params = SamplingParams(max_tokens=3, stop="end", logit_bias={5: 1.5}, seed=0, temperature=1.0)
     form = changed_fields(params)
@@ -320,12 +333,12 @@ def test_a_worker_knows_how_long_an_engine_takes_to_come_back_before_it_is_told(
 
 
 def test_a_prompt_must_leave_room_for_a_token():
-    room(9, 10)
-    room(10, 10, least=0)
+    check_length(9, 10)
+    check_length(10, 10, least=0)
     with pytest.raises(TooLong, match="messages has 10 tokens.*together have at most 10"):
-        room(10, 10, "messages")
+        check_length(10, 10, "messages")
     with pytest.raises(TooLong, match="prompt has 11 tokens.*at most 10: shorten it"):
-        room(11, 10, least=0)
+        check_length(11, 10, least=0)
     assert issubclass(TooLong, InvalidRequest)
 
 

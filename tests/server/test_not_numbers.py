@@ -9,6 +9,7 @@ from minillm.engine.async_llm import AsyncLLM
 from minillm.request import NOT_NUMBERS
 from minillm.server import running
 from tests.damaged import BAD, damaged_tiny_gemma
+from tests.waiting import TIMEOUT
 
 GOOD, DAMAGED = [5, 6, 7], [5, BAD]
 ASK = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -24,7 +25,7 @@ def server(tmp_path_factory):
 
 
 def post(server, path="/v1/completions", **body):
-    return httpx.post(server.url + path, json=body, timeout=120)
+    return httpx.post(server.url + path, json=body, timeout=TIMEOUT)
 
 
 def events(answer):
@@ -93,7 +94,7 @@ def test_triton_clients_get_an_error_for_the_whole_request(server):
 
 def test_failed_requests_are_counted(server):
     def counted():
-        text = httpx.get(server.url + "/metrics").text
+        text = httpx.get(server.url + "/metrics", timeout=TIMEOUT).text
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
         label = f'model_name="{server.model}"'
         return [

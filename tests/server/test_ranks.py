@@ -15,9 +15,10 @@ from tests.waiting import TIMEOUT, wait_until
 
 
 @pytest.mark.proof
+@pytest.mark.parametrize("option", ["--tensor-parallel-size", "--pipeline-parallel-size"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_server_brings_an_engine_back_that_has_lost_a_rank(model_directory, number):
-    with serving(model_directory, "--tensor-parallel-size", "2", *UNBOUNDED) as (process, url):
+def test_the_server_brings_an_engine_back_that_has_lost_a_rank(model_directory, number, option):
+    with serving(model_directory, option, "2", *UNBOUNDED) as (process, url):
         before, engine = workers_of(process), engine_of(process)
         lost = ranks_of(engine)
         with httpx.stream("POST", url + "/v1/completions", json=ENDLESS, timeout=TIMEOUT) as response:

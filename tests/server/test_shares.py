@@ -10,7 +10,7 @@ import pytest
 from minillm.server import limits, running
 from minillm.server.shares import Shares
 from minillm.server.worker.connections import Acceptor
-from tests.waiting import async_wait_until
+from tests.waiting import TIMEOUT, async_wait_until
 
 
 @pytest.fixture
@@ -114,10 +114,13 @@ def test_a_closed_acceptor_and_lost_connections_count_no_more(shares):
 
 
 def test_the_workers_of_a_server_count_their_connections(engine):
-    with running(engine, workers=2) as server, httpx.Client(base_url=server.url) as one:
+    with (
+        running(engine, workers=2, keep_alive_timeout=TIMEOUT) as server,
+        httpx.Client(base_url=server.url, timeout=TIMEOUT) as one,
+    ):
         fleet = server.workers
         assert fleet._shares is not None
-        clients = [httpx.Client(base_url=server.url) for _ in range(9)]
+        clients = [httpx.Client(base_url=server.url, timeout=TIMEOUT) for _ in range(9)]
         try:
             for each in [one, *clients]:
                 assert each.get("/health").status_code == 200

@@ -323,9 +323,10 @@ class Failing:
     "engine, why", [(Failing(0, 0), "thread has ended"), (Failing(3, 9), "3 steps in a row have failed")]
 )
 def test_a_failed_engine_ends_its_process(monkeypatch, engine, why, caplog):
-    hub = SimpleNamespace(connect=None, close=lambda: None, alive=True, counted=list)
+    loader = SimpleNamespace(restore=lambda changes: None)
+    hub = SimpleNamespace(connect=None, close=lambda: None, alive=True, counted=list, loader=loader)
     monkeypatch.setattr("minillm.engine.async_llm.AsyncLLM", lambda model, **options: engine)
-    monkeypatch.setattr("minillm.server.engine_side.hub.Hub", lambda engine, name, config: hub)
+    monkeypatch.setattr("minillm.server.engine_side.hub.Hub", lambda engine, name, config, changed: hub)
     monkeypatch.setattr(engine_process, "BEAT", 0.001)
     exited = threading.Event()
     monkeypatch.setattr("os._exit", lambda code: exited.set())

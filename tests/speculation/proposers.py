@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from minillm.config import EngineConfig
 from minillm.speculation import Asked, Speculation
 
@@ -63,8 +65,8 @@ def following(known: Sequence[Sequence[int]]) -> Callable[[Asked], Sequence[int]
 class Always(Speculation):
     """Runs all drafts, whether they are worth their time or not."""
 
-    def worth(self, rows, known, proposed, others):
-        return proposed
+    def worth(self, rows, known, proposed, others, left):
+        return np.clip(left + proposed - proposed.cumsum(), 0, proposed)
 
 
 def speculation(proposer, rows: int, most: int = 3, vocabulary: int = 1000) -> Speculation:

@@ -32,8 +32,8 @@ def lived(found: Speculation, right: int, drafted: int, steps: int = 12) -> None
         found.learn(ROW, np.array([drafted]), np.array([right]))
 
 
-def chosen(found: Speculation, known: int = 100, proposed: int = 7, others: int = 0) -> int:
-    return int(found.worth(ROW, np.array([known]), np.array([proposed], np.int32), others)[0])
+def chosen(found: Speculation, known: int = 100, proposed: int = 7, others: int = 0, left: int = 100) -> int:
+    return int(found.worth(ROW, np.array([known]), np.array([proposed], np.int32), others, left)[0])
 
 
 FLAT = {(False, 1): 1.0, (True, 2): 1.3, (True, 8): 1.33}  # a GPU: the weights are read once, whatever the tokens
@@ -46,6 +46,19 @@ def test_more_drafts_run_the_more_of_them_were_right():
         lived(found := made(FLAT), right, 7)
         counts.append(chosen(found))
     assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == 7
+
+
+def test_rows_that_a_step_has_no_room_for_run_ahead():
+    """On a GPU with as many rows as a step may yield tokens, no draft can run, however good it is."""
+    found = made(FLAT | {(False, 3): 1.0, (True, 12): 1.3})
+    for row in range(3):
+        for _ in range(12):
+            found.learn(np.array([row]), np.array([7]), np.array([7]))
+    rows, known, proposed = np.arange(3), np.array([100] * 3), np.array([7] * 3, np.int32)
+    assert found.worth(rows, known, proposed, 0, left=9).tolist() == [7, 2, 0]
+    assert found.waits(rows, known + 1).tolist() == [True, True, False]
+    assert found.worth(rows[:2], known[:2], proposed[:2], 1, left=0).tolist() == [0, 0]
+    assert not found.waits(rows, known + 1).any()
 
 
 def test_no_draft_runs_where_a_token_costs_as_much_as_it_saves():
@@ -94,6 +107,7 @@ def test_a_row_without_proposals_runs_ahead_on_a_gpu(device):
     for _ in range(MISSES):
         assert found.waits(ROW, np.array([100]))[0]
         assert chosen(found, proposed=0) == 0
+        found.proposed(ROW, np.array([100]), np.array([0]))
     assert found.waits(ROW, np.array([100]))[0] == (device == "cpu")
     assert found.waits(ROW, np.array([100 + FIRST]))[0]
 
@@ -111,6 +125,29 @@ def test_a_row_that_wants_no_drafts_never_waits():
     found = made(FLAT)
     found.occupy(0, False)
     assert not found.waits(ROW, np.array([2**31 - 2]))[0]
+
+
+def test_drafts_are_planned_before_the_result_is_there_if_there_is_room_for_all():
+    lived(found := made(FLAT), 7, 7)
+    most = np.array([7], np.int32)
+    assert found.planned(ROW) is None
+    found.plan(ROW, np.array([100]), most, 0, left=7)
+    assert found.planned(ROW).tolist() == [7]
+    assert found.planned(ROW) is None, "a plan is for one step"
+    found.plan(ROW, np.array([100]), most, 0, left=6)
+    assert found.planned(ROW) is None, "rows with nothing to propose may leave their share to others"
+    found.plan(ROW, np.array([100]), most, 0, left=7)
+    found.occupy(0, True)
+    assert found.planned(ROW) is None, "it was planned for another request"
+
+
+def test_a_row_that_a_plan_pauses_is_planned_anew_when_it_goes_on():
+    lived(found := made(FLAT), 0, 7, 50)
+    most = np.array([7], np.int32)
+    found.plan(ROW, np.array([100]), most, 0, left=7)
+    assert found._next[0] > 100, "the row pauses"
+    found.plan(ROW, np.array([2000]), most, 0, left=6)  # no room for all: what is proposed decides
+    assert found.planned(ROW) is None
 
 
 class Slow(Told):

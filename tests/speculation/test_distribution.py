@@ -19,9 +19,8 @@ from minillm import LLM, SamplingParams
 from minillm.ops import reference
 from minillm.runner.launched import Results, agreed
 from minillm.scheduler import Scheduler
-from minillm.speculation import Speculation
+from minillm.speculation import every_draft_runs
 from tests import models
-from tests.speculation.proposers import Always
 
 PROMPT, KEPT, LENGTH = [3, 17, 4, 88, 9], 3, 4  # tokens that top_k leaves, and those of an output
 DRAFTED = (0.6, 0.3, 0.1)  # how often the tokens of the candidates, the least likely first, are drafted
@@ -105,8 +104,9 @@ def p_value(directory, exact) -> float:
 
 
 @pytest.fixture(autouse=True)
-def all_drafts_run(monkeypatch):
-    monkeypatch.setattr(Speculation, "worth", Always.worth)
+def all_drafts_run():
+    with every_draft_runs():
+        yield
 
 
 def test_outputs_have_the_exact_distribution(directory, exact):

@@ -3,19 +3,23 @@
 import itertools
 import random
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import minillm
 from minillm import LLM, RequestOptions, SamplingParams
-from minillm.engine import Engine
 from minillm.model.loader import EMBEDDED
-from minillm.speculation import Speculation
+from minillm.runner.executor import WatchedExecutor
+from minillm.scheduler import Scheduler
+from minillm.speculation import Speculation, every_draft_runs
 from tests import models
 from tests.chance import SEED
+from tests.consistent import scheduler_is_consistent_after_every_step  # noqa: F401
+from tests.emulated_graphs import emulated_graphs
 from tests.proofs import only_in_proofs
-from tests.speculation.proposers import Always, Coin, Oracle, following
+from tests.speculation.proposers import Coin, Oracle, following
 
 pytestmark = pytest.mark.explore
 
@@ -55,6 +59,7 @@ ENGINES = {
     "int8 weights": {"max_num_seqs": 8, "quantization": "int8"},
 }
 SHORT = ["batched", "chunked", "preempted", "int8 cache"]
+AT_ONCE = ["alone", "batched", "preempted", "int8 weights"]
 
 
 def requests(count: int, seed: int) -> tuple[list[str], list[SamplingParams]]:
@@ -102,21 +107,10 @@ def numbers(logprobs):
 
 
 @pytest.fixture(autouse=True)
-def the_scheduler_is_consistent_after_every_step(monkeypatch):
-    read = Engine._read
-
-    def read_and_check(engine, launched):
-        read(engine, launched)
-        engine.scheduler.check()
-
-    monkeypatch.setattr(Engine, "_read", read_and_check)
-
-
-@pytest.fixture(autouse=True)
-def all_drafts_run(request, monkeypatch):
+def all_drafts_run(request):
     """However long steps take on this machine, except where a test is about that."""
-    if "by_the_clock" not in request.fixturenames:
-        monkeypatch.setattr(Speculation, "worth", Always.worth)
+    with nullcontext() if "by_the_clock" in request.fixturenames else every_draft_runs():
+        yield
 
 
 @pytest.fixture
@@ -131,8 +125,10 @@ def differences(expected: list[tuple], found: list[tuple]) -> list[tuple]:
 @pytest.mark.parametrize(
     ("engine", "count"), [*((name, 10) for name in SHORT), *only_in_proofs(*((name, 128) for name in ENGINES))]
 )
-def test_prompt_lookup_changes_nothing_that_a_request_gets(engine, count):
-    """In `make proofs`, 1,024 requests in all."""
+def test_prompt_lookup_changes_nothing_that_a_request_gets(engine, count, monkeypatch):
+    """In `make proofs`, 1,024 requests in all. Half of the engines launch steps as on a GPU."""
+    if engine in AT_ONCE:
+        monkeypatch.setattr(Scheduler, "continues_at_once", property(lambda scheduler: not scheduler.matchers))
     prompts, params = requests(count, seed=len(engine) + count)
     made = {"dtype": "float64", "device": "cpu", "num_blocks": 600} | ENGINES[engine]
     with LLM(**{key: value for key, value in made.items() if key != "speculate_tokens"}) as plain:
@@ -144,6 +140,108 @@ def test_prompt_lookup_changes_nothing_that_a_request_gets(engine, count):
     assert (preempted > 0) == (engine == "preempted")
     assert stats["draft_tokens"] > count and 0 < stats["accepted_tokens"] < stats["draft_tokens"]
     assert {each[3] for each in expected} == {"stop", "length"} or count < 24
+
+
+@pytest.mark.parametrize("asked", [{}, {"regex": "[a-z ]+"}])
+def test_the_next_step_is_launched_before_requests_get_their_tokens(asked, monkeypatch):
+    """On a GPU, which would be idle meanwhile. A grammar has to read the tokens first."""
+    monkeypatch.setattr(Speculation, "runs_ahead", property(lambda _: True, lambda _, value: None), raising=False)
+    params, launched, given = SamplingParams(max_tokens=40, temperature=0, ignore_eos=not asked, **asked), [], []
+
+    class Watched(WatchedExecutor):
+        def launch(self, step):
+            launched.append(step)
+            return super().launch(step)
+
+    with LLM(dtype="float64", device="cpu", speculate="ngram") as llm:
+        engine = llm.engine
+
+        def listener(delta):
+            given.append((delta, launched[-1].number > engine.scheduler.read and launched[-1].drafts is not None))
+
+        (expected,) = outcomes(llm, ["Once"], params)
+        known = following([expected[0] + expected[1]])
+        with minillm.using(proposer=lambda: Oracle(known)), engine.running_on(Watched(engine.executor)):
+            engine.submit(engine.prepare("Once", params, listener=listener))
+            while engine.has_work:
+                engine.step()
+    assert [token for delta, _ in given for token in delta.token_ids] == expected[1]
+    assert "".join(delta.text for delta, _ in given) == expected[2]
+    assert any(ahead for _, ahead in given) == (not asked)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Of steps with drafts, whether each was a graph, by whether it also runs prompts. Graphs are emulated."""
+    pytest.importorskip("triton", reason="graphs need triton, which is not installed here")
+    from minillm.runner.step_graphs import StepGraphs
+
+    found, replay = {True: [], False: []}, StepGraphs.replay
+
+    def counted(graphs, step):
+        replayed = replay(graphs, step)
+        if step.drafts is not None:
+            found[bool((step.queries != step.drafted + 1).any())].append(replayed is not None)
+        return replayed
+
+    monkeypatch.setattr(StepGraphs, "replay", counted)
+    with emulated_graphs():
+        yield found
+
+
+def as_on_a_gpu(llm: LLM) -> None:
+    """Let steps yield no more tokens than a GPU has memory for."""
+    speculation = llm.engine.scheduler.speculation
+    speculation.most_yielded = max(llm.engine.config.max_num_seqs, speculation.most + 1)
+
+
+@pytest.mark.proof
+def test_steps_with_drafts_run_as_graphs_and_change_nothing(tmp_path, replays):
+    """In float32; both engines sample with the graphs' kernels. The model has windows, so blocks come and go."""
+    models.make("gemma2-grouped-untied").save_pretrained(tmp_path)
+    rng = random.Random(SEED + 7)
+    asked = [
+        {},
+        {"logprobs": 1},
+        {"repetition_penalty": 1.3},
+        {"top_p": 0.9},
+        {"logit_bias": {3: 2.0}},
+        {"min_tokens": 9},
+    ]
+    prompts = [[rng.randrange(2, 90) for _ in range(rng.randint(1, 20))] for _ in range(12)]
+    params = [
+        SamplingParams(max_tokens=rng.randint(9, 16), temperature=i % 3 / 2, seed=i, **asked[i % 6]) for i in range(12)
+    ]
+    made = {"dtype": "float32", "device": "cpu", "block_size": 4, "num_blocks": 120, "max_num_seqs": 5}
+    made |= {"max_num_batched_tokens": 16}
+    with LLM(tmp_path, **made) as plain:
+        expected = outcomes(plain, prompts, params)
+    outputs = following([prompt + output for prompt, output, *_ in expected])
+    with (
+        LLM(tmp_path, **made, speculate="ngram", speculate_tokens=5) as llm,
+        minillm.using(proposer=lambda: Coin(outputs, 96, 0.8)),
+    ):
+        llm.engine._adopt()
+        as_on_a_gpu(llm)
+        assert differences(expected, outcomes(llm, prompts, params)) == []
+        stats = llm.stats()
+    assert 0 < stats["accepted_tokens"] < stats["draft_tokens"]
+    assert all(each and all(each) for each in replays.values())
+
+
+@pytest.mark.parametrize(("engine", "count"), only_in_proofs(("alone", 1)))
+def test_graphs_with_drafts_change_nothing_that_a_request_gets(engine, count, replays):
+    """One request of tiny-gemma, whose interpreted kernels take minutes; the test above has the options of engines."""
+    prompts, params = requests(count, seed=count)
+    made = {"dtype": "float32", "device": "cpu", "num_blocks": 600} | ENGINES[engine]
+    with LLM(**{key: value for key, value in made.items() if key != "speculate_tokens"}) as plain:
+        expected = outcomes(plain, prompts, params)
+    with LLM(**made, speculate="ngram") as llm:
+        as_on_a_gpu(llm)
+        assert differences(expected, outcomes(llm, prompts, params)) == []
+        stats = llm.stats()
+    assert 0 < stats["accepted_tokens"] <= stats["draft_tokens"]
+    assert len(replays[False]) > count and all(replays[False]) and all(replays[True])
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from threading import Thread
 
 import pytest
 
+from minillm.deploy.ports import free_ports
 from tests.project.makefile import ROOT, commands
 from tools import triton_server
 
@@ -68,7 +69,7 @@ def test_a_model_reads_and_writes_only_tensors_of_its_configuration(model):
 
 def test_a_server_that_ends_at_once_is_reported_with_its_log(build):
     command = [sys.executable, "-c", "print('no such model'); raise SystemExit(1)"]
-    url = f"http://127.0.0.1:{triton_server.free_ports(1)[0]}"
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
     with (
         pytest.raises(SystemExit, match="no such model"),
         triton_server.started("triton", url, command, {}, Path(build)),

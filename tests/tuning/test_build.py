@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 from minillm import LLM, cli
 from minillm.advice import precision, sizing
+from minillm.advice.plan import Plan
 from minillm.config import Traffic
 from minillm.errors import ConfigError
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED, read_config
-from minillm.runner.plan import Plan
 from minillm.tuning import build
 
 TINY = read_config(EMBEDDED)

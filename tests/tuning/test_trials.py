@@ -1,15 +1,16 @@
 """How `minillm build` chooses, tested with interpreted kernels and a fake clock for the launches."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minillm import LLM
+from minillm.advice.plan import Plan
 from minillm.config import Traffic
 from minillm.model.loader import EMBEDDED, read_config
 from minillm.runner.cuda_graph import DecodeShape
-from minillm.runner.plan import Plan
 from tests import models
 from tests.emulated_graphs import emulated_graphs
 from tests.proofs import only_in_proofs
@@ -195,7 +196,7 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
         graphs.capture(DecodeShape(1, 16)), graphs.capture(DecodeShape(2, 16))  # as trials of a budget do
         steps, asked = planning.decode_steps(runner, graphs, Traffic(2, 20, 10))
         assert {shape.rows for shape in steps} == {1, 2}
-        product = next(problem for problem in asked[(1, 16)] if problem.kernel == "whole_rows")
+        product = next(problem for problem in asked[DecodeShape(1, 16)] if problem.kernel == "whole_rows")
         record = graphs.captured.record
 
         def recorded(step, out):
@@ -203,7 +204,7 @@ def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_
             return record(step, out)
 
         monkeypatch.setattr(graphs.captured, "record", recorded)
-        default = asked[(1, 16)][product]
+        default = asked[DecodeShape(1, 16)][product]
         found = trials.TuningResult(product, default, default._replace(warps=8))
         planning.kept(runner, Traffic(2, 20, 10), steps, asked, [found])
     assert tables == [{product: found.config._asdict()}], "only the single row's step looks this product up"
@@ -227,6 +228,7 @@ def test_every_token_budget_is_measured_on_the_traffic_with_new_prompts(monkeypa
     with LLM(device="cpu") as llm:
         plan = Plan.made_here(TINY, traffic, {"max_num_batched_tokens": 4096}, "cpu")
         rates, _ = planning.budget_rates(Recorded(llm), plan)
+        assert llm.engine.scheduler.max_num_batched_tokens == llm.config.max_num_batched_tokens, "it stays as it was"
     assert seen == [1024, 2048, 4096, 8192] * 3, "6,000 tokens never fill a budget above 8,192"
     assert ids[0] == ids[3] != ids[4] != ids[8]
     assert set(rates) == {1024, 2048, 4096, 8192} and min(rates.values()) > 0
@@ -235,7 +237,8 @@ def test_every_token_budget_is_measured_on_the_traffic_with_new_prompts(monkeypa
 def test_the_round_that_warms_up_counts_for_no_budget(monkeypatch):
     seconds = (100.0, 1.0, 3.0)
     monkeypatch.setattr(planning, "begin_seconds", lambda llm, traffic, requests, seed: seconds[seed])
-    llm = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace()))
+    monkeypatch.setattr(planning, "scheduled", lambda scheduler, budget: nullcontext())
+    llm = SimpleNamespace(engine=SimpleNamespace(scheduler=None))
     plan = Plan.made_here(TINY, Traffic(10, 600, 20), {"max_num_batched_tokens": 4096}, "cpu")
     rates, _ = planning.budget_rates(llm, plan)
     assert len(rates) > 1 and set(rates.values()) == {10 * 600 / 2.0}
@@ -244,9 +247,10 @@ def test_the_round_that_warms_up_counts_for_no_budget(monkeypatch):
 
 
 def test_a_size_is_captured_if_its_step_is_clearly_faster_than_the_next_larger_size():
-    seconds = {(1, 16): 1.0, (2, 16): 1.49, (4, 16): 1.5, (8, 16): 3.0, (8, 32): 4.0, (4, 32): 4.0, (2, 32): 4.0}
+    times = {(1, 16): 1.0, (2, 16): 1.49, (4, 16): 1.5, (8, 16): 3.0, (8, 32): 4.0, (4, 32): 4.0, (2, 32): 4.0}
+    seconds = {DecodeShape(*shape): time for shape, time in times.items()}
     assert planning.worthwhile({1, 2, 4, 8}, seconds) == {1, 4, 8}
-    assert planning.worthwhile({1, 2}, {(1, 16): 2.0, (2, 16): 2.0}) == {2}
+    assert planning.worthwhile({1, 2}, {DecodeShape(1, 16): 2.0, DecodeShape(2, 16): 2.0}) == {2}
     assert planning.worthwhile(set(), {}) == set()
 
 

@@ -59,7 +59,7 @@ FAULTS = (
     Fault(
         "tokens of a server without ids are its events",
         CLIENTS,
-        "spread = [(when, each + (place < more))",
+        "spread = [(when, each + (index < more))",
         "spread = [(when, 1)",
         "tests/bench/test_targets.py -k usage",
     ),

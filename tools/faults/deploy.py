@@ -52,8 +52,8 @@ FAULTS = [
     Fault(
         "simulated users share their prefixes",
         "minillm/deploy/simulation.py",
-        "limit, options = talk.prompt + len(talk.turn.answer), RequestOptions(cache_salt=talk.conversation.salt)",
-        "limit, options = talk.prompt + len(talk.turn.answer), RequestOptions()",
+        "Request(name, talk.said, params, limit, options=talk.options)",
+        "Request(name, talk.said, params, limit)",
         "tests/deploy/test_simulation.py",
     ),
     Fault(
@@ -73,9 +73,23 @@ FAULTS = [
     Fault(
         "a place on another replica is counted",
         PLACES,
-        "if found == name:",
-        "if found:",
+        "if taken_on == name:",
+        "if taken_on:",
         "tests/deploy/test_places.py",
+    ),
+    Fault(
+        "places outlive the connection to their replica",
+        "minillm/deploy/replicas.py",
+        "self._places.listed(self._listed.keys() & self._replicas.keys())",
+        "self._places.listed(self._listed.keys())",
+        "tests/deploy/test_replicas.py",
+    ),
+    Fault(
+        "what ended replicas have counted is lost",
+        "minillm/deploy/reports.py",
+        "before = summed(before, known.pop(name))",
+        "known.pop(name)",
+        "tests/deploy/test_reports.py",
     ),
     Fault(
         "the requests of other workers are no load",
@@ -118,5 +132,33 @@ FAULTS = [
         '{**common["options"], **mine["options"]}',
         '{**mine["options"], **common["options"]}',
         "tests/deploy/test_settings.py",
+    ),
+    Fault(
+        "a lost rank ends the streams of its replica",
+        "minillm/server/engine_side/line.py",
+        'kind = "lost" if isinstance(delta, RankFailed) else "failed"',
+        'kind = "failed"',
+        "tests/deploy/test_lost_ranks.py -k changes_no_token",
+    ),
+    Fault(
+        "a replica that has lost a rank is used again",
+        "minillm/deploy/replicas.py",
+        "return name in self._listed and name not in self._broken",
+        "return name in self._listed",
+        "tests/deploy/test_lost_ranks.py -k changes_no_token",
+    ),
+    Fault(
+        "a replica has one GPU, however many ranks its engine has",
+        "minillm/deploy/serving.py",
+        "float(ranks(model))",
+        "1.0",
+        "tests/deploy/test_on_ray.py -k two_gpus",
+    ),
+    Fault(
+        "machines that have too few GPUs for a replica count together",
+        "minillm/deploy/serving.py",
+        "elif largest > max(has):",
+        "elif largest > sum(has):",
+        "tests/deploy/test_settings.py -k has_them_all",
     ),
 ]

@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "lm-eval: a continuation is greedy if its first token is",
         LM_EVAL,
-        "found[i] = sum(logprobs), logprobs == best",
-        "found[i] = sum(logprobs), logprobs[0] == best[0]",
+        "scores[i] = sum(logprobs), logprobs == best",
+        "scores[i] = sum(logprobs), logprobs[0] == best[0]",
         f"{LM_EVAL_TESTS} -k greedy_continuations",
     ),
     Fault(
@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "no room is left for the answer letter",
         ACCURACY,
-        "room = context - 1 - max(map(len, letter_tokens(tokenizer)))",
-        "room = context",
+        "longest = context - 1 - max(map(len, letter_tokens(tokenizer)))",
+        "longest = context",
         f"{TESTS} -k room_for_a_letter",
     ),
     Fault(

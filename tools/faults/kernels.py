@@ -7,8 +7,72 @@ ATTENTION = "kernels/paged_attention.py"
 CODES = "kernels/cache_codes.py"
 FP8_ROWS = "kernels/fp8_rows.py"
 TRUNCATION = "kernels/truncation.py"
+PARTS = "kernels/partial_attention.py"
 
 FAULTS = (
+    Fault(
+        "a prompt's last keys are multiplied with the values of the next prompt",
+        ATTENTION,
+        "if phase == 3:",
+        "if phase == 4:",
+        "tests/kernels/test_kernels.py -k new_ones",
+    ),
+    Fault(
+        "new keys are read although a user's function writes others to the cache",
+        "minillm/ops/compositions.py",
+        'self.are_own("write_kv", "prefill_attention")',
+        'self.are_own("prefill_attention")',
+        "tests/ops/test_compositions.py -k new_prompts",
+    ),
+    Fault(
+        "exact attention reads keys before the window, which may be another row's",
+        ATTENTION,
+        "present = present & (keys >= held)",
+        "pass",
+        "tests/kernels/test_released_blocks.py",
+    ),
+    Fault(
+        "a slice of queries sees the keys after it",
+        "kernels/fixed_order.py",
+        "return rows.lengths - left_out,",
+        "return rows.lengths,",
+        "tests/kernels/test_fixed_order.py -k 'same_bits and window and unquantized'",
+    ),
+    Fault(
+        "segments of keys begin with the window",
+        "kernels/fixed_order.py",
+        "first = tl.maximum(first, earliest // KEYS * KEYS)",
+        "first = tl.maximum(first, earliest)",
+        "tests/kernels/test_fixed_order.py -k 'window and unquantized'",
+    ),
+    Fault(
+        "how many programs share a product's inputs depends on the tokens",
+        "kernels/fixed_order.py",
+        "    inputs, splits = product_config(rows, columns, x.element_size())",
+        "    inputs, splits = product_config(rows, columns, x.element_size())\n    splits = 2 if len(x) > 8 else 1",
+        "tests/kernels/test_fixed_order.py -k any_number",
+    ),
+    Fault(
+        "a rank adds its own part of a sum first",
+        "kernels/peers.py",
+        "        at = inbox_ptr + rank * stride + columns\n",
+        "        at = inbox_ptr + (RANKS - 1 - rank) * stride + columns\n",
+        "tests/kernels/test_peers.py -k order",
+    ),
+    Fault(
+        "a part of a sum is read before it is there",
+        "kernels/peers.py",
+        "        while tl.sum((((words >> 32).to(tl.int32) != epoch) & mask).to(tl.int32)) > 0:",
+        "        while tl.sum((((words >> 32).to(tl.int32) > epoch) & mask).to(tl.int32)) > 0:",
+        "tests/kernels/test_peers.py -k waits",
+    ),
+    Fault(
+        "a row's two inboxes are one",
+        "kernels/peers.py",
+        "    at = (epoch & 1) * RANKS * MOST + row  # the row of rank 0's part",
+        "    at = (epoch & 0) * RANKS * MOST + row  # the row of rank 0's part",
+        "tests/kernels/test_peers.py",
+    ),
     Fault(
         "queries are divided by their largest number, but scores are not multiplied by it",
         ATTENTION,
@@ -40,8 +104,8 @@ FAULTS = (
     Fault(
         "gathered keys of the second row are read from the first one's",
         ATTENTION,
-        "(row * ROOM).to(tl.int32), kv_head * DIM,",
-        "(row * 0).to(tl.int32), kv_head * DIM,",
+        "else row * ROOM",
+        "else row * 0",
         "tests/kernels/test_quantized_cache.py -k prefill_attention",
     ),
     Fault(
@@ -334,8 +398,8 @@ FAULTS = (
     Fault(
         "logits beyond the keys that are counted weigh nothing",
         TRUNCATION,
-        "weight = tl.where(place >= WINDOW, tl.exp2",
-        "weight = tl.where(place > 99 * WINDOW, tl.exp2",
+        "weight = tl.where(index >= width, tl.exp2",
+        "weight = tl.where(index > 99 * width, tl.exp2",
         "tests/kernels/test_kernels.py -k looked_for_in_a_sample",
     ),
     Fault(
@@ -358,5 +422,26 @@ FAULTS = (
         "some = each < tl.load(scored_ptr + i)",
         "some = each < MOST",
         "tests/kernels/test_decode_step.py -k log_probabilities",
+    ),
+    Fault(
+        "a query sees the first key after it where another GPU has its own",
+        PARTS,
+        "positions = _held(tl.maximum(before + query + 1, 0), FIRST, OF) - 1",
+        "positions = _held(tl.maximum(before + query + OF, 0), FIRST, OF) - 1",
+        "tests/kernels/test_partial_attention.py -k decode-window-auto-64",
+    ),
+    Fault(
+        "the log-sum-exp of a part is in another base",
+        PARTS,
+        "(maximum + tl.log2(total)) / LOG2E",
+        "maximum + tl.log2(total)",
+        "tests/kernels/test_partial_attention.py -k decode-window-auto-64",
+    ),
+    Fault(
+        "parts without keys get their share of the sum",
+        PARTS,
+        'mask=there, other=float("-inf")',
+        "mask=there, other=0.0",
+        "tests/kernels/test_partial_attention.py -k weights",
     ),
 )

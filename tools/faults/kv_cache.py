@@ -16,7 +16,7 @@ FAULTS = (
     Fault(
         "prefix keys have no salt",
         POOL,
-        "hashlib.blake2b(cache_key.encode(), digest_size=16)",
+        "hashlib.blake2b(repr(cache_key).encode(), digest_size=16)",
         'hashlib.blake2b(b"", digest_size=16)',
         "tests/engine/test_engine.py -k salts_isolate_tenants",
     ),

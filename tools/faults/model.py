@@ -22,9 +22,9 @@ FAULTS = (
     ),
     Fault(
         "Llama 3's rope scaling uses the wrong limit for short wavelengths",
-        DECODER,
-        "torch.where(waves < trained / high,",
-        "torch.where(waves < trained / low,",
+        "minillm/model/rope_scaling.py",
+        "frequencies.where(waves < trained / high,",
+        "frequencies.where(waves < trained / low,",
         "tests/model/test_decoder.py -k logits_equal_those_of_transformers",
     ),
     Fault(

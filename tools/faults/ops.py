@@ -3,9 +3,45 @@
 from . import Fault
 
 CPU, REFERENCE = "minillm/ops/cpu.py", "minillm/ops/reference.py"
+EXACT = "minillm/ops/exact.py"
 COMPOSITIONS, ON_CODES = "minillm/ops/compositions.py", "minillm/ops/triton_linear.py"
 
 FAULTS = (
+    Fault(
+        "an exact product has as many rows as the step",
+        EXACT,
+        "    tiles = x.new_zeros(max(1, -(-len(rows) // TILE)), TILE, x.shape[-1])\n",
+        "    tiles = x.new_zeros(1, max(1, len(rows)), x.shape[-1])\n",
+        "tests/ops/test_exact.py -k products",
+    ),
+    Fault(
+        "exact attention's chunks begin with the window",
+        EXACT,
+        "keys = (since // KEYS * KEYS)[:, None] + torch.arange(chunks * KEYS)",
+        "keys = since[:, None] + torch.arange(chunks * KEYS)",
+        "tests/ops/test_exact.py -k attention",
+    ),
+    Fault(
+        "exact attention adds chunks in halves",
+        EXACT,
+        "    return reduce(torch.add, chunks.unbind())",
+        "    return chunks[: len(chunks) // 2].sum(0) + chunks[len(chunks) // 2 :].sum(0)",
+        "tests/ops/test_exact.py -k attention",
+    ),
+    Fault(
+        "exact engines use torch's activations",
+        EXACT,
+        "        gated = x / (1 + torch.exp(-x))",
+        "        gated = F.silu(x.contiguous())",
+        "tests/ops/test_exact.py -k activation",
+    ),
+    Fault(
+        "exact engines run operations of a user",
+        "minillm/ops/table.py",
+        "        if self.exact:\n            function = _refused(name)\n",
+        "",
+        "tests/engine/test_exact.py -k operations_of_a_user",
+    ),
     Fault(
         "fp8 keys are widened without their sign",
         "minillm/kv_cache/layer_cache.py",

@@ -6,6 +6,20 @@ SAMPLER, COLUMNS = "minillm/runner/sampler.py", "minillm/runner/sampling_columns
 
 FAULTS = (
     Fault(
+        "a rank that has no memory for a graph runs another shape than the others",
+        "minillm/runner/mixed_graphs.py",
+        "if self.model.parallel.size > 1:",
+        "if False:",
+        "tests/runner/test_mixed_graphs.py -k rank_without_memory",
+    ),
+    Fault(
+        "a row with earlier keys counts as a new prompt",
+        "minillm/runner/packing.py",
+        "(int(continued[-1]) + 1 if len(continued) else 0)",
+        "len(continued)",
+        "tests/runner/test_packing.py",
+    ),
+    Fault(
         "small graphs are lost with the largest",
         "minillm/runner/mixed_graphs.py",
         "self.shapes.pop()",
@@ -21,9 +35,9 @@ FAULTS = (
     ),
     Fault(
         "presence and frequency penalties count prompt tokens",
-        SAMPLER,
-        "output = (place >= prompt[:, None]) & (place",
-        "output = (place >= 0) & (place",
+        "minillm/runner/adjusted_logits.py",
+        "output = (position >= prompt[:, None]) & (position",
+        "output = (position >= 0) & (position",
         "tests/runner/test_sampler.py -k 'distribution and presence_penalty'",
     ),
     Fault(

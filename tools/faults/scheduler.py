@@ -7,6 +7,13 @@ ADMISSION = "minillm/scheduler/admission.py"
 
 FAULTS = (
     Fault(
+        "a token budget that was tried stays",
+        "minillm/scheduler/settings.py",
+        "scheduler.policy, scheduler.max_num_batched_tokens, scheduler.prefix_caching = before",
+        "scheduler.policy, _, scheduler.prefix_caching = before",
+        "tests/bench/test_batching.py -k afterwards",
+    ),
+    Fault(
         "a preempted request loses its output",
         SCHEDULER,
         "request.known = self.tokens[row, : self.confirmed[row]].copy()",

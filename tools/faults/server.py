@@ -7,6 +7,13 @@ LINE = "minillm/server/engine_side/line.py"
 
 FAULTS = (
     Fault(
+        "a connection that comes as an engine closes stays open",
+        "minillm/server/engine_side/hub.py",
+        "        self._run_tasks()  # a connection that has just come is closed with the others\n",
+        "",
+        "tests/server/test_link.py -k just_before",
+    ),
+    Fault(
         "schemas refer to places that many tools do not resolve",
         "minillm/server/worker/description.py",
         'ref_template=PLACE + "{model}"',
@@ -30,8 +37,8 @@ FAULTS = (
     Fault(
         "a refusal numbers prompts from 1",
         "minillm/errors.py",
-        "{what} {place}: {error}",
-        "{what} {place + 1}: {error}",
+        "{what} {index}: {error}",
+        "{what} {index + 1}: {error}",
         "tests/engine/test_wrong_inputs.py -k several",
     ),
     Fault(
@@ -72,15 +79,15 @@ FAULTS = (
     Fault(
         "any key opens a server that has one",
         "minillm/server/worker/gate.py",
-        "hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in given",
-        "True for each in given",
+        "hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in keys",
+        "True for each in keys",
         "tests/server/test_gate.py -k key",
     ),
     Fault(
         "a client's request id may hold a line break",
         "minillm/server/worker/gate.py",
-        "REQUEST_ID.fullmatch(given)",
-        "given",
+        "REQUEST_ID.fullmatch(sent)",
+        "sent",
         "tests/server/test_gate.py -k request_id",
     ),
     Fault(

@@ -15,8 +15,8 @@ FAULTS = (
     Fault(
         "the rightmost of equal pairs is merged first",
         BPE,
-        "places[rank].popleft()",
-        "places[rank].pop()",
+        "positions[rank].popleft()",
+        "positions[rank].pop()",
         "tests/tokenizer/test_bpe.py -k heap",
     ),
     Fault(
@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "settings change no flags of a token of tokenizer.json",
         "minillm/tokenizer/settings.py",
-        "found[content] = replace(token, id=id, special",
-        "found[content] = replace(before or token, id=id, special",
+        "by_content[content] = replace(token, id=id, special",
+        "by_content[content] = replace(before or token, id=id, special",
         "tests/tokenizer/test_settings.py -k each_way",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""What a learner wrote, read from the saved notebooks next to the current one, and from the current one.  Lesson 99.
+"""Read what a learner wrote from the saved notebooks next to the current one, and from the current one.  Lesson 99.
 
     mine = earlier.written(globals())
     with minillm.using(**mine.parts) as used: ...
@@ -36,7 +36,7 @@ LAST = "99"
 
 
 def definitions(cells: Sequence[str], name: str, exercises: Collection[int] = ()) -> tuple[Names, dict[str, str]]:
-    """What cells of code define, and the errors of definitions that failed, by the names that they would have bound.
+    """Return what cells of code define, and the errors of definitions that failed, by the names that they define.
 
     name: of the lesson, for error messages. exercises: the numbers, from 0, of exercises' cells; assignments to names
     are kept there too, since a solution may need them. A cell that is not Python is left out, with an error for each
@@ -50,7 +50,7 @@ def definitions(cells: Sequence[str], name: str, exercises: Collection[int] = ()
 
 
 def _defines(node: ast.stmt, in_exercise: bool) -> bool:
-    """Whether a statement is kept: a definition, a CONSTANT, or an assignment to names in an exercise's cell."""
+    """Return whether a statement is kept: a definition, a CONSTANT, or an assignment to names in an exercise's cell."""
     if isinstance(node, ast.Assign):
         targets = node.targets
     elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -78,7 +78,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Notebook:
-    """What a notebook defines.
+    """The definitions of a notebook.
 
     file: its name. names: what it defines. errors: why a definition failed, by the name that it would have bound.
     problem: why it cannot be read, with the way out.
@@ -92,7 +92,7 @@ class Notebook:
 
 @dataclass(frozen=True)
 class Written:
-    """What a learner wrote.
+    """The code that a learner wrote.
 
     plain, kernels: for `using` while serving, without Triton kernels and only these. quantizer: for `using` while
     quantizing. whose: {what a part does: by whom}.
@@ -135,7 +135,7 @@ def written(current: Names | None = None, folder: Path | None = None) -> Written
 
 
 def has_triton() -> bool:
-    """Whether Triton's kernels run here, interpreted on a CPU. Ask before anything else imports Triton."""
+    """Return whether Triton's kernels run here, interpreted on a CPU. Ask before anything else imports Triton."""
     try:
         interpret.triton_here()
     except (MissingPackage, ConfigError):
@@ -144,7 +144,7 @@ def has_triton() -> bool:
 
 
 def _read(folder: Path, lesson: str) -> Notebook:
-    """What a lesson's notebook defines."""
+    """Return what a lesson's notebook defines."""
     path = min(folder.glob(f"{lesson}_*.ipynb"), key=lambda path: len(path.name), default=None)  # copies are longer
     if path is None:
         name = f"{lesson}_*.ipynb"
@@ -159,7 +159,7 @@ def _read(folder: Path, lesson: str) -> Notebook:
 
 
 def _problem(part: Part, notebook: Notebook) -> str | None:
-    """Why a part cannot be taken, in a few words; None if it can."""
+    """Return why a part cannot be taken, in a few words; None if it can."""
     if notebook.problem is not None:
         return notebook.problem
     for exercise in part.exercises:

@@ -72,7 +72,7 @@ class Row:
 
     @property
     def passed(self) -> int:
-        """How many exercises the learner solved."""
+        """Return how many exercises the learner solved."""
         return sum(outcome.status == PASSED for outcome in self.outcomes)
 
 
@@ -95,11 +95,11 @@ class GradeTable:
 
     @property
     def passed(self) -> list[int]:
-        """How many learners solved the exercise of each column."""
+        """Return how many learners solved the exercise of each column."""
         return [sum(row.outcomes[place].status == PASSED for row in self.rows) for place in range(len(self.columns))]
 
     def counts(self) -> Counter[str]:
-        """How many outcomes have each status."""
+        """Return how many outcomes have each status."""
         return Counter(outcome.status for row in self.rows for outcome in row.outcomes)
 
     def csv(self) -> str:

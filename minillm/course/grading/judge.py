@@ -315,7 +315,7 @@ class _Guarded(checks.Exercise):
         self.properties = properties
 
     def accepts_nothing(self) -> bool:
-        """Whether a function without code has the first property: then the checker itself was changed."""
+        """Return whether a function without code has the first property: then the checker itself was changed."""
         mine = copy.copy(self)
         mine.properties = mine.properties[:1]
         return all(result.problem is None for result in mine.examine(lambda *args, **kwargs: None))

@@ -1,4 +1,4 @@
-"""What a notebook's cells define, without running the rest of the notebook: lesson 99 and the grader read it.
+"""Read what a notebook's cells define without running the rest, for lesson 99 and the grader.
 
 A notebook is taken as it was saved: its cells in order, and of several definitions of a name the last one.
 """
@@ -88,7 +88,7 @@ def _python(cell: str) -> str:
 
 
 class _NoShell:
-    """What IPython's commands call."""
+    """Stands in for what IPython's commands call."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **options: None
@@ -114,7 +114,7 @@ def without_stubs(every: Sequence[Statement], name: str) -> list[Statement]:
 
 
 def run(wanted: Sequence[Statement], name: str) -> tuple[Names, dict[str, str]]:
-    """What statements define, and the errors of those that failed, in words, by the names that they would have bound.
+    """Return what statements define, and the errors of those that failed, in words, by the names that they define.
 
     name: the module's name. SystemExit is an error like others.
     """

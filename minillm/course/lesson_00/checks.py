@@ -27,7 +27,7 @@ def _limited(model, max_tokens: int) -> tuple:
 
 
 def _asked(model, function, prompt: list[int], max_tokens: int, end: int) -> list[int] | None:
-    """What `function` returns, as a list: a property of its own checks that it is one."""
+    """Return what `function` returns, as a list: a property of its own checks that it is one."""
     found = function(_limited(model, max_tokens)[0], prompt, max_tokens, end)
     return found if found is None else list(found)
 
@@ -239,7 +239,7 @@ def _(function):
 def _(function):
     wide = _pair(function([A, MANY], 4))
     for size in (2, 1):
-        wanted, found = (wide[0] * size / 4, wide[1]), _pair(function([A, MANY], size))
+        wanted, found = (wide[0] * size // 4, wide[1]), _pair(function([A, MANY], size))
         assert found == wanted, f"4 bytes per number give {wide}, so {size} give {wanted}; got {found}"
 
 
@@ -323,7 +323,10 @@ def _(function):
     _near(found, torch.tensor([[1.0, -1.0, 1.0, -1.0]]), "[3, -3, 3, -3]")
 
 
-@rms_norm.property("each token on its own", "the mean runs over the last axis only; keep that axis for the division")
+@rms_norm.property(
+    "each token on its own",
+    "the root of the mean of the squares, over the last axis only; keep that axis for the division",
+)
 def _(function):
     x = torch.tensor([[1.0, -1.0], [10.0, -10.0]])
     _near(function(x.clone(), torch.ones(2), 1e-6), _right(x, 1, 1e-6), "rows of different size become equally large")

@@ -20,7 +20,7 @@ def probabilities(found: Mapping[str, float], title: str) -> None:
 
 
 def steps(milliseconds: Sequence[float], computed: Sequence[int]) -> None:
-    """How long each step of a request took, and how many tokens a second it computed. The first one is the prefill."""
+    """Draw how long each step of a request took, and how many tokens a second it computed. The first is the prefill."""
     _, axes = plt.subplots(1, 2, figsize=(10, 2.8), layout="constrained")
     rates = [1e3 * tokens / each for tokens, each in zip(computed, milliseconds, strict=True)]
     later = range(1, len(rates))

@@ -102,7 +102,7 @@ class StepTime:
 
     @property
     def steady(self) -> bool:
-        """Whether most rounds were about as fast as the fastest: otherwise, other programs may have run in all."""
+        """Return whether most rounds were about as fast as the fastest: if not, other programs may have run in all."""
         typical = [statistics.median(each) for each in zip(*self.rounds, strict=True)]
         return self.products < self.step and typical[0] < UNSTEADY * self.step and typical[1] < UNSTEADY * self.products
 

@@ -21,7 +21,7 @@ def same(got: object, wanted: object) -> None:
 
 
 def calls_to(code: CodeType, run: Callable[[], object]) -> int:
-    """How often a function with this code is called, under any name, during `run()`."""
+    """Return how often a function with this code is called, under any name, during `run()`."""
     count = 0
 
     def notice(frame, event, argument):

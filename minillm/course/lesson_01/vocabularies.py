@@ -1,4 +1,4 @@
-"""What lesson 01 measures about vocabularies and merges."""
+"""Measure vocabularies and merges for lesson 01."""
 
 import time
 from collections import Counter
@@ -85,7 +85,7 @@ def learned_with(pattern: str, text: str, steps: int) -> Callable[[str], list[st
 
 
 def after_the_colon(tokens: Iterable[str]) -> Counter[str]:
-    """How often each token follows "Answer:" or ":"; only tokens that begin with a space."""
+    """Return how often each token follows "Answer:" or ":"; only tokens that begin with a space."""
     return Counter(
         right for left, right in pairwise(tokens) if left.endswith(("Answer:", ":")) and right.startswith(SPACE)
     )
@@ -105,7 +105,7 @@ def as_tokenizers(words: Iterable[str], merges: Sequence[Pair]) -> tuple[Tokeniz
 
 
 def in_transformers(folder: Path) -> Callable[[str], list[int]]:
-    """How transformers encodes a text with the tokenizer in this folder."""
+    """Return how transformers encodes a text with the tokenizer in this folder."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -127,7 +127,7 @@ def merge_seconds(function: Callable, ranks: Mapping[Pair, int], lengths: Iterab
 
 
 def characters_per_token(text: str, sizes: Mapping[int, int], merges: Sequence[Pair]) -> list[float]:
-    """How many characters a token covers, for each vocabulary size. sizes: size -> how many of `merges` it has."""
+    """Return how many characters a token covers, by vocabulary size. sizes: size -> how many of `merges` it has."""
     words = Counter(cut(text))
     covered = []
     for count in sizes.values():

@@ -30,7 +30,7 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 
 def differs(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> str:
-    """Where the two differ most, in words; an empty string if they are near."""
+    """Return where the two differ most, in words; an empty string if they are near."""
     same(got, want)  # the shapes
     return difference(got, want.to(got.dtype), absolute=tolerance)
 

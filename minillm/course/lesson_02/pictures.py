@@ -85,7 +85,7 @@ def shared_heads(heads: int, kinds: dict[str, int]) -> None:
 
 
 def masks(pictures: dict[str, tuple[int, int, int]]) -> None:
-    """Which keys queries see. pictures: title -> (queries, length, capacity); a query is a row, a key a column."""
+    """Draw which keys queries see. pictures: title -> (queries, length, capacity); a query is a row, a key a column."""
     widths = [capacity for _, _, capacity in pictures.values()]
     width = 11 if len(pictures) > 1 else 5
     figure, axes = plt.subplots(1, len(pictures), figsize=(width, 3), width_ratios=widths, layout="constrained")

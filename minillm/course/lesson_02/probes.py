@@ -54,7 +54,7 @@ def multiply_adds(function: Callable, *given: Any) -> int:
 
 
 def torch_operations(function: Callable, *given: Any) -> int:
-    """How many torch operations a call starts: products, additions, copies, views."""
+    """Return how many torch operations a call starts: products, additions, copies, views."""
     with _Counter() as counter:
         function(*given)
     return counter.count
@@ -69,7 +69,7 @@ class _Counter(TorchDispatchMode):
 
 
 def numbers_in_layers(model: Model) -> int:
-    """How many numbers the matrices of all layers have."""
+    """Return how many numbers the matrices of all layers have."""
     return sum(math.prod(weight.shape) for weight in _matrices(model))
 
 

@@ -92,7 +92,7 @@ def reads_only_inputs(run: Run, shape: str) -> None:
 
 
 def ignores_masked(junk: Run, plain: Run, shape: str) -> None:
-    """What lies outside the inputs, and what masked elements without `other` hold, is NaN in the run `junk`."""
+    """In the run `junk`, what lies outside the inputs, and what masked elements without `other` hold, is NaN."""
     same = all(torch.equal(one.isnan(), other.isnan()) for one, other in zip(junk.outputs, plain.outputs, strict=True))
     assert same, f"with inputs of {shape}, masked elements or memory next to the inputs change the result"
 

@@ -76,7 +76,7 @@ def h200_splits(*sizes: tuple[int, int]) -> dict[str, dict[int, dict]]:
 
 
 def print_best_splits(lines: dict[str, dict[int, dict]]) -> None:
-    """How much splitting gains at best, and with how many shares."""
+    """Print how much splitting gains at best, and with how many shares."""
     for name, by_shares in lines.items():
         best = min(by_shares, key=lambda shares: by_shares[shares]["ms"])
         times = by_shares[1]["ms"] / by_shares[best]["ms"]
@@ -84,7 +84,7 @@ def print_best_splits(lines: dict[str, dict[int, dict]]) -> None:
 
 
 def passes(function: Callable) -> bool | None:
-    """Whether a solution passes its exercise's check, as it is now; None for a stub, False if it has another name."""
+    """Return whether a solution passes its exercise's check now; None for a stub, False if it has another name."""
     try:
         return all(result.problem is None for result in checks.find(function.__name__).examine(function))
     except NotSolvedYet:

@@ -51,7 +51,7 @@ def kernels_of(function: Callable) -> list[FunctionType]:
 
 
 def left_in_memory(function: Callable, make_tile: Callable[[], tuple[Tensor, Tensor]], count: int) -> int:
-    """How many numbers, of tensors, arrays or lists, `function` keeps when it asks an iterator for the last tile."""
+    """Count the numbers, in tensors, arrays and lists, that `function` keeps when it asks for the last tile."""
 
     left, were_frozen = 0, gc.get_freeze_count()
     gc.freeze()  # hides the objects of before, often a million, from get_objects
@@ -128,7 +128,7 @@ def run(
 
 
 def attention_of(cache: LayerCache, blocks: list[int], length: int, q: Tensor, scale: float) -> Tensor:
-    """What `run` should return. q: [1, heads, d]."""
+    """Return what `run` should return. q: [1, heads, d]."""
     k, v = (part[blocks].flatten(0, 1)[:length].double().cpu() for part in (cache.k, cache.v))
     group = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(group, 1) for part in (k, v))

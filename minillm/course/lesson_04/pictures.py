@@ -59,7 +59,7 @@ def running(scores: np.ndarray, values: np.ndarray, tile: int) -> None:
 
 
 def tiles(visit: Callable, pictures: Mapping[str, tuple[int, int, int | None]], tile: int) -> None:
-    """Which tiles of `tile` queries by `tile` keys are computed, and which of those need a mask.
+    """Draw which tiles of `tile` queries by `tile` keys are computed, and which of those need a mask.
 
     visit(first, last, keys, window): the key tiles of a query tile. pictures: title -> (newest queries, all keys,
     window).

@@ -26,7 +26,7 @@ def _tensor(*rows: Sequence[float]) -> Tensor:
 
 
 def _results(function: Callable, names: str, *given: object) -> Sequence[Tensor]:
-    """What the function returns, if it is as many tensors as it should be."""
+    """Return what the function returns, if it is as many tensors as it should be."""
     got = function(*given)
     wanted = names.split(", ")
     right = isinstance(got, (tuple, list)) and len(got) == len(wanted) and all(isinstance(t, Tensor) for t in got)
@@ -135,7 +135,10 @@ def _(function):
 
 
 def _stored(function: Callable, names: str, dtypes: Sequence[torch.dtype | None], shapes: Sequence, *more: int) -> None:
-    """The results have these shapes and dtypes (None: that of the weight), for float64 and float32."""
+    """The results have these shapes and dtypes (None: that of the weight), for float64 and float32.
+
+    Scales are the second: in float64 they are not rounded to float32.
+    """
     for dtype in (torch.float64, torch.float32):
         weight = _normal(3, 8).to(dtype)
         got = _results(function, names, weight, *more)
@@ -144,11 +147,14 @@ def _stored(function: Callable, names: str, dtypes: Sequence[torch.dtype | None]
                 f"weight [3, 8]: {name} have the shape {list(tensor.shape)}, not {shape}"
             )
             assert tensor.dtype == (want or dtype), f"weight in {dtype}: {name} are {tensor.dtype}, not {want or dtype}"
+        rounded = dtype == torch.float64 and torch.equal(got[1], got[1].float().double())
+        assert not rounded, f"weight in {dtype}: the scales are all rounded to torch.float32"
 
 
 rows.property(
     "codes are int8; scales have the dtype of the weight, and the shape [rows, 1]",
-    hint="convert the rounded codes with .to(torch.int8); keepdim=True keeps the second axis of the scales",
+    hint="compute in the dtype of the weight, and convert the rounded codes with .to(torch.int8); keepdim=True keeps "
+    "the second axis of the scales",
 )(lambda function: _stored(function, "codes, scales", (torch.int8, None), ([3, 8], [3, 1]), 4))
 
 
@@ -218,7 +224,7 @@ def _(function):
         where = f"{count} rows of {many} groups of {size}"
         _expect(f"{where}, scales", got[1], scales)
         _expect(f"{where}, zero points", got[2], zeros)
-        assert_near(_values(*got), weight, f"{where}, all multiples of their scale: (codes - zeros) * scales")
+        _expect(f"{where}, all multiples of their scale: (codes - zeros) * scales", _values(*got), weight)
 
 
 @groups.property(
@@ -309,7 +315,8 @@ def _(function):
 
 groups.property(
     "codes and zeros are int8; scales have the dtype of the weight; shapes are [rows, in] and [rows, groups]",
-    hint="reshape the codes back to the shape of the weight, and convert at the end with .to(torch.int8)",
+    hint="compute in the dtype of the weight; at the end, reshape the codes back to its shape, and convert with "
+    ".to(torch.int8)",
 )(
     lambda function: _stored(
         function, "codes, scales, zeros", (torch.int8, None, torch.int8), ([3, 8], [3, 2], [3, 2]), 4

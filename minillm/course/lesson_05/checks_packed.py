@@ -31,7 +31,7 @@ def _random_codes(rows: int, inputs: int, seed: int = 0) -> Tensor:
 
 
 def _bytes(function: Callable, codes: Tensor) -> Tensor:
-    """What the function returns, as numbers from 0 to 255, and in the right shape if it has as many elements."""
+    """Return what the function returns, as numbers from 0 to 255, and in the right shape if it has as many elements."""
     got = function(codes.clone())
     assert isinstance(got, Tensor), f"it must return a tensor, not {type(got).__name__}"
     shape = [len(codes), codes.shape[1] // 2]
@@ -193,8 +193,9 @@ def _(function):
 
 @product.property(
     "no tensor as large as the matrix is made",
-    hint="unpack only packed[:, first:last] of one group, and multiply with @: x[:, None] * codes has an element for "
-    "each token, output and input",
+    hint="unpack only packed[:, first:last] of one group, forget it before the next, and multiply with @: "
+    "x[:, None] * codes has an element for each token, output and input",
+    slow="it goes through single weights, which is too slow: multiply a whole group with @",
 )
 def _(function):
     for tokens in (1, 12):  # 12: more than groups, and few enough for a result of each group
@@ -206,7 +207,7 @@ def _(function):
     (largest, most), matrix = tensors_made(function, *_case(1, 64, 32, 16)), 64 * 32 * 16
     where = f"a matrix of 64 x {32 * 16} = {matrix:,} weights in 32 groups"
     assert largest < matrix / 2, f"{where}: a tensor of {largest:,} elements was made"
-    assert most < matrix / 2, f"{where}: tensors of {most:,} elements were there at a time: forget each group's"
+    assert most < matrix / 2, f"{where}: tensors of {most:,} elements in all existed at a time"
 
 
 @product.property(

@@ -228,7 +228,7 @@ def clipping_error(matrix: Tensor, bits: int, share: float) -> float:
 
 
 def zero_points_gain(model: Model, group_size: int) -> tuple[float, float]:
-    """What zero points change in the layers' matrices, all of which have 16 levels in each group.
+    """Measure what zero points change in the layers' matrices, all of which have 16 levels in each group.
 
     Returns the mean of (step with zero points / symmetric step), and the symmetric squared error / that with zero
     points. Steps are the distances between levels.
@@ -257,7 +257,7 @@ def scales_and_error(grouped: Tensor, format: Int4) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Found:
-    """How good a model is on rows of text, compared with the model before.
+    """A model's quality on rows of text, compared with the model before.
 
     perplexity   of the text
     rows         [rows] mean over each row's positions of KL(before || now), in nats
@@ -309,7 +309,7 @@ class Quality:
         self.parts = [held_out.HeldOut(self._in_float32(), part) for part in torch.tensor(stretches).split(STEP_ROWS)]
 
     def measure(self) -> Found:
-        """How good the engine's model is now."""
+        """Measure how good the engine's model is now."""
         now = self._in_float32()
         found = [part.predictions(now) for part in self.parts]
         divergence = torch.cat([each.divergence for each in found])[:, :-1].mean(1).clamp(min=0)
@@ -357,7 +357,7 @@ class _Made(TorchDispatchMode):
 
 
 def _is_old(func: Any) -> bool:
-    """Whether an operation's result is a view, or a tensor that it has changed."""
+    """Return whether an operation's result is a view, or a tensor that it has changed."""
     return any(each.alias_info is not None for each in func._schema.returns)
 
 

@@ -53,7 +53,7 @@ def products(model: Model) -> dict[str, Weight]:
 
 
 class Statistics:
-    """What the engine records about a product's inputs, with the methods of the exercise."""
+    """Records what the engine does about a product's inputs, with the methods of the exercise."""
 
     def __init__(self, inputs: int):
         self.own = InputStatistics(inputs, CPU, torch.float64)
@@ -88,7 +88,7 @@ def record(model: Model, ids: Tensor, make: Callable[[int], Any]) -> dict[str, A
 
 
 def statistics(recorded: Mapping[str, Any]) -> dict[str, InputStatistics]:
-    """What the exercise's objects recorded, in the engine's form; without samples, which AWQ and GPTQ do not read."""
+    """Return what the exercise's objects recorded, in the engine's form, without samples, which AWQ and GPTQ ignore."""
     return {address: _engines_form(each) for address, each in recorded.items()}
 
 
@@ -294,7 +294,7 @@ def engines_gptq(weight: Tensor, factor: Tensor, grid: "Grid") -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a quantized model's predictions are from the original's: the KL divergence, in nats per token."""
+    """The distance of a quantized model's predictions from the original's: the KL divergence, in nats per token."""
 
     rows: Tensor  # [rows]: the mean over the tokens of each row of text
     perplexity: float

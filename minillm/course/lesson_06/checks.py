@@ -36,7 +36,7 @@ COPIES = "`+=`, `*=` and functions whose names end in `_` change a tensor in pla
 
 
 def two(found: Any, first: str, second: str) -> Any:
-    """What a solution returned, if it is two things."""
+    """Return what a solution returned, if it is two things."""
     right = isinstance(found, tuple | list) and len(found) == 2
     assert right, f"return two things: the {first}, and {second}"
     return found
@@ -85,6 +85,7 @@ def _(make):
 @statistics.property("sizes are means of |x| over the rows", hint="the sum of x.abs(), divided by the number of rows")
 def _(make):
     x = correlated(7, 3)
+    x[2, 1] = x[4, 1] = x[5, 2] = 0  # a row counts, whether its input is 0 or not
     found = make(3)
     found.add(x.clone())  # one call: several are another property's matter
     got = tensor(found.mean_magnitude(), "mean_magnitude()", (3,))
@@ -97,10 +98,15 @@ def _(make):
 )
 def _(make):
     x, difference = correlated(30, 5), drawn(1, 5, seed=3)
-    got = _after(make, x).error(difference.clone()).flatten()
+    found = _after(make, x)
+    got = found.error(difference.clone()).flatten()
     wanted = (x @ difference[0]).square().sum()
     assert len(got) == 1, f"one output: expected one error, got {len(got)}"
     assert_near(got, wanted, "the error of one output, over 30 rows", relative=1e-4)
+    moment = tensor(found.second_moment, "`second_moment`", (5, 5))
+    if not torch.allclose(moment.double(), moment.double().T, rtol=1e-4):
+        raise Explained("the errors are right, but GPTQ inverts `second_moment`: store x^T x, which is symmetric")
+    assert_near(moment, x.T @ x, "`second_moment`, of 30 rows", relative=1e-4, absolute=1e-8)
 
 
 @statistics.property(
@@ -122,17 +128,22 @@ def _(make):
     hint="`x.double()` first: products and sums in the dtype of x have already lost their last digits; and no .float()",
 )
 def _(make):
-    x = (correlated(50, 4) * 1e3).float()
-    found = _after(make, x)
+    wide = correlated(50, 4) * 1e3
+    for x in (wide.float(), wide):
+        _keeps_digits(make, x)
+
+
+def _keeps_digits(make: Callable, x: Tensor) -> None:
+    found, given = _after(make, x), f"of {str(x.dtype).removeprefix('torch.')} inputs"
     wanted = {"second_moment": x.double().T @ x.double(), "magnitude": x.double().abs().sum(0)}
     for name, value in wanted.items():
         got = getattr(found, name)
         assert got.dtype == torch.float64, f"`{name}` is {got.dtype}"
         lost = ((got - value).abs().max() / value.abs().max()).item()
-        assert lost < 1e-12 or lost > 1e-3, f"`{name}`, of float32 inputs, is off by a share of {lost:.0e}"
+        assert lost < 1e-12 or lost > 1e-3, f"`{name}`, {given}, is off by a share of {lost:.0e}"
     mean, right = found.mean_magnitude(), wanted["magnitude"] / 50
     lost = ((mean - right).abs() / right).max().item() if mean.shape == right.shape else 1.0
-    assert lost < 1e-12 or lost > 1e-3, f"mean_magnitude(), of float32 inputs, is off by a share of {lost:.0e}"
+    assert lost < 1e-12 or lost > 1e-3, f"mean_magnitude(), {given}, is off by a share of {lost:.0e}"
     difference = drawn(3, 4, seed=5)
     right = (difference @ wanted["second_moment"] * difference).sum(1)
     got = found.error(difference.clone()).flatten()
@@ -184,6 +195,11 @@ def pairs(scales: Tensor) -> Tensor:
     return scales.view(-1, 2).log().mean(1).exp().repeat_interleave(2)
 
 
+def quarters(scales: Tensor) -> Tensor:
+    """Scales must be multiples of 1/4. Unlike `pairs`, this does not commute with a factor, a power or 1 / scales."""
+    return (scales * 4).round().clamp(min=1) / 4
+
+
 def formula(magnitude: Tensor, strength: float) -> Tensor:
     powers = magnitude.clamp(min=1e-4) ** strength
     return powers / (powers.max() * powers.min()).sqrt()
@@ -216,7 +232,7 @@ def extreme() -> tuple[Tensor, Tensor, Tensor]:
 def searched(
     solution: Callable, weight: Tensor, magnitude: Tensor, moment: Tensor, rounded=fifteenths, allowed=itself
 ) -> tuple[Tensor, float]:
-    """What the search gives, if it is scales and one of the strengths."""
+    """Return what the search gives, if it is scales and one of the strengths."""
     found = solution(weight.clone(), magnitude.clone(), moment.clone(), rounded, allowed)
     found = two(found, "scales", "their strength")
     scales, strength = tensor(found[0], "the scales", (weight.shape[1],)), float(found[1])
@@ -226,7 +242,7 @@ def searched(
 
 
 def as_the_formula(solution: Callable, seed: int) -> bool:
-    """Whether scales are those of the strength that is returned with them; if not, another property says so."""
+    """Return whether scales are those of the strength that is returned with them; if not, another property says so."""
     scales, strength = searched(solution, *case(seed))
     return torch.allclose(scales.double(), formula(case(seed)[1], strength), rtol=1e-4)
 
@@ -270,9 +286,30 @@ def _(solution):
         own, least = apart(errors[strength], errors[best])
         said = f"strength {strength:g} has the error {own}, and {best:g} has {least}"
         assert errors[strength] <= errors[best] * (1 + 1e-9), said
+    for size in SIZES:
+        _has_the_smallest_error_of_this_size(solution, size)
     magnitude = torch.tensor([1.0, 4.0, 16.0, 64.0]).double()
     weight = torch.tensor([[3.0, -2.0, 5.0, 1.0]]).double() / formula(magnitude, 1.0)  # on the grid at strength 1
     searched(solution, weight, magnitude, torch.diag(magnitude.square()), whole)  # which is none of the strengths
+
+
+SIZES = (1e12, 1e-9)  # times the second moment
+COMPARED = "compare each error with the best one so far, exactly, and begin with no best one: None or math.inf"
+
+
+def _has_the_smallest_error_of_this_size(solution: Callable, size: float) -> None:
+    """The same case with another unit of the inputs has the same answer."""
+    weight, magnitude, moment = case(0)
+    wanted = searched(solution, weight, magnitude, moment)[1]
+    what = f"H times {size:g}, which changes no comparison"
+    try:
+        found = solution(weight.clone(), magnitude.clone(), moment * size, fifteenths, itself)
+    except Exception as error:
+        raise Explained(f"{what}: {COMPARED}") from error
+    if not isinstance(found, tuple | list) or len(found) != 2 or found[0] is None or found[1] is None:
+        raise Explained(f"{what}: expected strength {wanted:g}, got none; {COMPARED}")
+    if abs(float(found[1]) - wanted) > 1e-6:
+        raise Explained(f"{what}: expected strength {wanted:g}, got {float(found[1]):g}; {COMPARED}")
 
 
 @awq.property(
@@ -287,7 +324,8 @@ def _(solution):
 
 @awq.property(
     "allowed scales are tried and returned",
-    hint="call `allowed` on the scales of each strength, before the weight is multiplied",
+    hint="call `allowed` on the scales of each strength, once they are those of the formula, before the weight is "
+    "multiplied; change them no more",
 )
 def _(solution):
     if not as_the_formula(solution, 0):
@@ -298,13 +336,19 @@ def _(solution):
         own = {each: output_error(weight, formula(magnitude, each), moment, fifteenths) for each in STRENGTHS}
         if own[free] > min(own.values()) * (1 + 1e-9):
             return  # the search itself is wrong
-        scales, strength = searched(solution, weight, magnitude, moment, allowed=pairs)
-        right = torch.allclose(scales.double(), pairs(formula(magnitude, strength)), rtol=1e-4)
-        assert right, "the scales that were returned are not allowed ones"
-        errors = {each: output_error(weight, pairs(formula(magnitude, each)), moment, fifteenths) for each in STRENGTHS}
-        best = min(errors, key=errors.__getitem__)
-        said = f"of the allowed scales, those of strength {best:g} have the smallest error, not of {strength:g}"
-        assert errors[strength] <= errors[best] * (1 + 1e-9), said
+        for allowed in (pairs, quarters):
+            scales, strength = searched(solution, weight, magnitude, moment, allowed=allowed)
+            tried = {each: allowed(formula(magnitude, each)) for each in STRENGTHS}
+            if not torch.allclose(scales.double(), tried[strength], rtol=1e-4):
+                got = scales.double()
+                assert not torch.allclose(got, allowed(got), rtol=1e-4), (
+                    f"the scales that were returned are allowed, but not those nearest to the formula's at {strength:g}"
+                )
+                raise AssertionError("the scales that were returned are not allowed ones")
+            errors = {each: output_error(weight, tried[each], moment, fifteenths) for each in STRENGTHS}
+            best = min(errors, key=errors.__getitem__)
+            said = f"of the allowed scales, those of strength {best:g} have the smallest error, not of {strength:g}"
+            assert errors[strength] <= errors[best] * (1 + 1e-9), said
 
 
 @awq.property(
@@ -325,10 +369,13 @@ def _(solution):
         wanted, where = formula(magnitude, strength), f"magnitude {size:g} at input 3, strength {strength:g}"
         right = torch.allclose(scales.double(), wanted, rtol=1e-4)
         if not right and torch.allclose(scales.double(), raised_powers(magnitude, strength), rtol=1e-4):
-            raise Explained(
-                f"{where}: these are powers raised to 1e-4, as in the authors' code and the engine's. The exercise "
-                "raises magnitudes to 1e-4, before the power"
+            cause = (
+                "these are powers raised to 1e-4, as in the authors' code and the engine's. The exercise raises "
+                "magnitudes to 1e-4, before the power"
             )
+            if size:  # no power of it is below 1e-4, so none was raised
+                cause = "the exercise raises all magnitudes below 1e-4 to 1e-4, not only those that are 0"
+            raise Explained(f"{where}: {cause}")
         assert_near(scales, wanted, f"{where}: the scales", relative=1e-4, absolute=1e-8)
         own, least = apart(errors[strength], errors[best])
         said = f"{where}: the error is {own}, and that of {best:g} is {least}"

@@ -43,7 +43,7 @@ def _(solution):
 
 
 def _first(solution: Callable) -> bool:
-    """Whether column 0 of a single row is right; if not, another property says so."""
+    """Return whether column 0 of a single row is right; if not, another property says so."""
     weights, value = drawn(1, 3), drawn(1, seed=9)
     found = compensated(solution, weights, 0, value, moment_of(3))
     return torch.allclose(found, solved_for(weights, 0, value, moment_of(3)), rtol=0, atol=1e-9)
@@ -93,9 +93,10 @@ def _(solution):
 
 @compensate.property("a single weight can be fixed", hint="with one column there are no others, and nothing to divide")
 def _(solution):
-    weights, value = drawn(1, 1), drawn(1, seed=9)
-    found = compensated(solution, weights, 0, value, torch.tensor([[2.0]]).double())
-    assert_best(found[:, 0], value, "n = 1: the weight")
+    for rows in (1, 3):
+        weights, value = drawn(1, 1).repeat(rows, 1), drawn(1, seed=9).repeat(rows)
+        found = compensated(solution, weights, 0, value, torch.tensor([[2.0]]).double())
+        assert_best(found[:, 0], value, "n = 1: the weight")
 
 
 @compensate.property("the arguments stay as they were", hint=COPIES)
@@ -210,7 +211,7 @@ def _right_codes(inputs: int, size: int, seed: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _agrees(solution: Callable, inputs: int, size: int, seed: int = 0) -> str:
-    """What is wrong with the codes on a grid of halves, or nothing."""
+    """Return what is wrong with the codes on a grid of halves, or nothing."""
     weight, factor, wanted = _right_codes(inputs, size, seed)
     codes = rounded(solution, weight, factor, Halves(size))[0]
     if codes.equal(wanted.double()):
@@ -233,7 +234,7 @@ def _(solution):
 
 
 def _not_codes(solution: Callable) -> str:
-    """What is wrong with the codes where no error moves a weight, so that they are grid.codes's; or nothing."""
+    """Return what is wrong with the codes where no error moves a weight, so that they are grid.codes's; or nothing."""
     weight = large(6, 8, 5)
     for grid, name in ((Checked(8), "four bits"), (Even(8), "a grid that has even codes only")):
         codes, scale = rounded(solution, weight, torch.eye(8).double(), grid)[0], grid.scale(weight)
@@ -288,7 +289,8 @@ def _all_groups(solution: Callable) -> bool:
 
 
 @gptq.property(
-    "there is a scale for each row and each group", hint="[out, groups], the groups in order: torch.stack(scales, 1)"
+    "there is a scale for each row and each group",
+    hint="[out, groups], the groups in order: torch.stack(scales, 1); each as it was when its group began",
 )
 def _(solution):
     grid = Checked(4)

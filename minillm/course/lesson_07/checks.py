@@ -68,10 +68,12 @@ def _(function):
 def _(function):
     x = torch.tensor([[1.275, 0.3], [0.1275, 0.05], [12.75, -7.0]], dtype=torch.float64)
     codes, scales = torch.tensor([[2, -3], [5, 7], [0, 1]], dtype=torch.int8), torch.ones(3, dtype=torch.float64)
-    together = _product(function, x, codes, scales)
-    for row in range(3):
-        alone = _product(function, x[row : row + 1], codes, scales)
-        _near(together[row : row + 1], alone, f"token {row} of three gives something else than alone")
+    for tokens in (x, torch.cat([x * 2.0**power for power in range(12)])):
+        together = _product(function, tokens, codes, scales)
+        for row in range(len(tokens)):
+            alone = _product(function, tokens[row : row + 1], codes, scales)
+            said = f"token {row} of {len(tokens)} gives something else than alone"
+            _near(together[row : row + 1], alone, said)
 
 
 @int8_linear.property(
@@ -85,7 +87,9 @@ def _(function):
     x[2, :2] = torch.tensor([127.5, -127.5])
     for row in range(3):
         _expect_codes(function, x[row : row + 1] / 64, wanted[row : row + 1], 1 / 64)
-    _expect_codes(function, x * 2.0**-24, wanted, 2.0**-24)
+    _expect_codes(function, x * 2.0**-100, wanted, 2.0**-100)
+    x, wanted = (torch.cat((torch.ones(3, 296).double(), each), 1) for each in (x, wanted))
+    _expect_codes(function, x / 64, wanted, 1 / 64)
 
 
 @int8_linear.property(
@@ -130,7 +134,8 @@ def _(function):
 
 
 @int8_linear.property(
-    "sums are exact", "convert the codes to float64 before the product: int8 overflows, float32 rounds"
+    "sums are exact",
+    "codes times codes in float64 (int8 overflows, float32 rounds), the sums times both scales, then the dtype of x",
 )
 def _(function):
     wanted = torch.full((2, 4096), -127, dtype=torch.float64)
@@ -142,6 +147,12 @@ def _(function):
     small = torch.tensor([2.0**-12])
     found = _product(function, wanted.half(), codes, small, torch.tensor([1.0]))
     _near(found, wanted @ codes.double().T * small.double(), "x is float16: sums over 4,096 inputs", 1e-3)
+    for one, other, share in ((112, 48, 0.3), (55, 103, 0.7), (100, 123, 0.9), (43, 123, 0.1)):
+        scale = torch.tensor([share])
+        signed = torch.tensor([[other, -one]], dtype=torch.int8)  # its sum of products with one and other is 0
+        total = _product(function, torch.tensor([[one, other]]) * scale, signed, scale / 3, scale).item()
+        said = f"a token with the codes {[one, other]}, times the codes {[other, -one]}: expected 0, got {total:.1e}"
+        assert abs(total) < 1e-9, f"{said}. Multiply codes, not dequantized numbers"
 
 
 @int8_linear.property("a token of zeros gives zeros", "where the maximum is 0, the scale is 1: 0 / 0 is not a number")

@@ -78,7 +78,7 @@ def _(function):
 
 @hadamard.property(
     "the signs are those of Sylvester's matrix",
-    "at each distance h, channel c goes with c + h: the sum first, then c - (c + h)",
+    "at each distance h, x[c] + x[c + h] becomes channel c, and x[c] - x[c + h] becomes channel c + h",
 )
 def _(function):
     for size in (2, 8, 16):
@@ -256,7 +256,7 @@ def _(function):
 def _(function):
     for dtype in (torch.float32, torch.float64):
         x = torch.tensor([[0.3, 100.0, 0.02], [7.3, -0.3, 450.0]], dtype=dtype)
-        for given in (x, x.T, x[:, 1], x[0, 0]):
+        for given in (x, x.T, x[:, 1], x[0, 0], torch.stack((x, -x / 3))):
             found = function(given)
             assert found.dtype == dtype, f"x is {dtype}, the result {found.dtype}"
             alone = [_like(function, value.reshape(1)) for value in given.flatten()]

@@ -242,7 +242,7 @@ def zeros(x: Tensor, scales: float | None = None) -> float:
 
 
 def same_codes(model: Model, function: Callable[[Tensor], Tensor]) -> tuple[int, int]:
-    """How many weights of the layers a function rounds as the engine does, and how many there are.
+    """Return how many weights of the layers a function rounds as the engine does, and how many there are.
 
     A row's largest weight becomes 448.
     """

@@ -71,7 +71,7 @@ def _(function):
 )
 def _(function):
     for dtype, top in TOP.items():
-        for size in (1.0, 2.0**-100, 2.0**20):
+        for size in (1.0, 2.0**-120, 2.0**20):
             for token in (
                 [-top, top / 2, 1.0, 0.0],
                 [top, 3.0, -top, -2.0],
@@ -81,8 +81,12 @@ def _(function):
                 x = torch.tensor([[token]]) * size
                 codes, scales = _pair(function, x, dtype)
                 said = f"{NAMES[dtype]}: {text(x)}"
-                _near(scales, torch.tensor([[size]]).double(), f"the scale of {said}")
+                _near(scales / size, torch.ones(1, 1).double(), f"the scale of {said}, divided by {size:g}")
                 _near(codes.abs().amax(-1), torch.tensor([[top]]).double(), f"the largest code of {said}", 1e-9)
+        wide = torch.arange(1.0, 257).view(1, 1, 256)
+        _, scales = _pair(function, wide, dtype)
+        said = f"the scale of {NAMES[dtype]}: a head of 256 numbers, the last is the largest"
+        _near(scales, torch.tensor([[256 / top]]).double(), said)
 
 
 @quantize_kv.property("int8 codes are rounded to the nearest", "round before the conversion to int8, which cuts off")
@@ -276,6 +280,21 @@ def _(function):
             changed[2][6:] = size
             said = f"{name} of two keys that no row sees are {size:g}"
             _near(_attended(function, *changed, hidden=hidden), _expected(given, hidden), said)
+    causal = torch.ones(3, 8, dtype=torch.bool).triu(6)
+    for name, hidden in (
+        ("one row", torch.arange(8)[None] % 3 == 0),
+        ("one row", torch.arange(8)[None] > 4),
+        ("the last row sees all keys", causal),
+        ("the first row sees all keys", causal.flip(0)),
+    ):
+        given = _case(len(hidden))
+        said = f"{name}: hidden {hidden.int().tolist()}"
+        _near(_attended(function, *given, hidden=hidden), _expected(given, hidden), said)
+    given = _case()
+    if not difference(_attended(function, *given, scale=0.0), _expected(given, scale=0.0), absolute=1e-5):
+        wanted = _expected(given, causal, scale=0.0)
+        said = f"scale 0: hidden {causal.int().tolist()}"
+        _near(_attended(function, *given, hidden=causal, scale=0.0), wanted, said)
     for rows, keys in ((3, 8), (8, 8)):
         given = _case(rows, keys, seed=1)
         given[4] = given[4] * _factors(keys, 2)

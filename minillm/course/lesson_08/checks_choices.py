@@ -85,11 +85,33 @@ def _(function):
     "no value is beyond 6", "clamp the quotients to -6 and 6: a rounded scale may be smaller than the ideal one"
 )
 def _(function):
-    for x in ([7.1, -1.0], [40.0, -20.0], [6.9, 0.5], [500.0, -499.0]):
-        values, _ = _blocks(function, torch.tensor([x], dtype=torch.float64), 2, _ones)
+    def double(scales: Tensor) -> Tensor:
+        return 2 * _same(scales)
+
+    values, scales = _blocks(function, torch.tensor([[6.0, -3.0]], dtype=torch.float64), 2, double)
+    # If they are not 3, -1.5 and 2, another property tells more.
+    rounded = not difference(torch.cat([values, scales], 1), [[3.0, -1.5, 2.0]], absolute=1e-6)
+    for x, wanted in (
+        ([7.1, -1.0], [6.0, -1.0]),
+        ([40.0, -20.0], [6.0, -6.0]),
+        ([6.9, 0.5], [6.0, 0.5]),
+        ([500.0, -499.0], [6.0, -6.0]),
+        ([-40.0, 3.0], [-6.0, 3.0]),
+    ):
+        values, scales = _blocks(function, torch.tensor([x], dtype=torch.float64), 2, _ones)
         said = f"{x} with scales that are rounded to 1"
         assert bool((values.abs() <= 6 + 1e-9).all()), f"{said}: values are {text(values)}"
-        _near(values[0, :1], torch.tensor([6.0]).double(), f"{said}: the first value")
+        if rounded:
+            _near(values, torch.tensor([wanted]).double(), f"{said}: values")
+            _near(scales, torch.tensor([[1.0]]).double(), f"{said}: scales")
+    if rounded:
+        two = torch.tensor([[12.0, -3.0], [120.0, 30.0]], dtype=torch.float64)
+        values, _ = _blocks(function, two, 2, lambda scales: scales / 2)
+        said = f"values of {two.tolist()}, whose scales are rounded to 1 and 10"
+        _near(values, torch.tensor([[6.0, -3.0], [6.0, 3.0]]).double(), said)
+    large = torch.tensor([[60.0, -30, 15, 5]], dtype=torch.float64)
+    values, _ = _blocks(function, large, 4)
+    _near(values, large / 10, f"values of {text(large)}, whose scale is 10: only quotients are clamped")
 
 
 @quantize_fp4.property(
@@ -157,11 +179,11 @@ def _(function):
 )
 def _(function):
     weight = torch.zeros(2, 4, dtype=torch.float64)
-    weight[1] = torch.tensor([6.0, -3, 1.5, 0]).double() * 1e-12
+    weight[1] = torch.tensor([6.0, -3, 1.5, 0]).double() * 1e-36
     values, scales = _blocks(function, weight, 4)
     assert bool((values[weight == 0] == 0).all()), f"zeros become {text(values[weight == 0])}"
-    _near(values[1], torch.tensor([6.0, -3, 1.5, 0]).double(), "values of a block of numbers near 1e-12")
-    _near(scales[1], torch.tensor([1e-12]).double(), "the scale of that block")
+    _near(values[1], torch.tensor([6.0, -3, 1.5, 0]).double(), "values of a block of numbers near 1e-36")
+    _near(scales[1] * 1e36, torch.ones(1).double(), "the scale of that block, divided by 1e-36")
     given: list[Tensor] = []
 
     def noted(scales: Tensor) -> Tensor:
@@ -242,6 +264,8 @@ def _(function):
         top = 2 ** (bits - 1)
         for sign, largest in ((1, 0), (-1, 101), (1, 255)):
             quotients = _drawn(1, 256, seed=bits).clamp(-2, 2) * (top - 0.5) / 2.1
+            halves = [half for half in (-3.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5) if abs(half) < top - 0.5]
+            quotients[0, 200 : 200 + len(halves)] = torch.tensor(halves)
             quotients[0, largest] = sign * (top - 0.5)
             weight = (quotients / 64).float()  # the scale is 1/64, without rounding
             wanted = (weight.double() * 64).round().clamp(-top, top - 1)
@@ -276,6 +300,13 @@ def _(function):
             assert gradient is not None, "the result has a gradient, but not of the weight"
             said = f"{bits} bits, a group of {size}: the gradient of the weights is that of their rounded values"
             assert_near(gradient, upstream, said, relative=1e-5)
+    weight, upstream = _leaf(3, 12).detach(), _drawn(3, 12, seed=1)
+    weight[1, 4:8] = 0.0
+    found = _faked(function, weight.requires_grad_(), 4, 4)
+    (gradient,) = torch.autograd.grad(found, weight, upstream.to(found.dtype), allow_unused=True)
+    said = "3 rows of 3 groups, of which one is zeros: the gradient passes each of them"
+    assert gradient is not None and bool(gradient[1, 4:8].any()), f"{said}, and that of zeros gets none"
+    assert_near(gradient, upstream, said, relative=1e-5)
 
 
 @fake_quantize.property("the gradient goes on to what the weight was made of", "no weight.data, and no new leaf tensor")
@@ -296,11 +327,19 @@ def _(function):
     beside = torch.tensor([[0.0, 0, 0, 0, 0.34, -0.86, 1.5, 0.08]])
     found = _faked(function, beside.requires_grad_(), 4, 4).detach()[0, :4]
     assert bool((found == 0).all()), f"a group of zeros, next to the example's group, becomes {text(found)}"
-    small = torch.tensor([[0.34, -0.86, 1.5, 0.08]]) * 2.0**-40
-    found = _faked(function, small.requires_grad_(), 4, 4).detach().double() * 2.0**40
-    if said := difference(found, torch.tensor([[0.4, -0.8, 1.4, 0]]), absolute=1e-5):
-        more = "There is no smallest scale: only where the maximum is 0, the scale is 1"
-        raise Explained(f"the example times 2 ** -40, divided by that: {said}. {more}")
+    for where, others in (("", 0), (", next to the example", 1)):
+        said = _example_times(function, 2.0**-120, others)
+        if said and not _example_times(function, 0.25, others):  # otherwise, another property tells more
+            more = "There is no smallest scale: only where the maximum is 0, the scale is 1"
+            raise Explained(f"the example times 2 ** -120{where}, divided by that: {said}. {more}")
+
+
+def _example_times(function: Callable, size: float, others: int) -> str:
+    """How the example's values differ if its numbers are `size` times as large. `others` unchanged examples follow."""
+    example = torch.tensor([[0.34, -0.86, 1.5, 0.08]])
+    weight = torch.cat([example * size, *[example] * others], 1)
+    found = _faked(function, weight.requires_grad_(), 4, 4).detach()[:, :4].double()
+    return difference(found / size, torch.tensor([[0.4, -0.8, 1.4, 0]]), absolute=1e-5)
 
 
 @fake_quantize.property("the result has the weight's dtype", "torch.where(scales > 0, scales, torch.ones_like(scales))")
@@ -351,6 +390,12 @@ def _(function):
 def _(function):
     _check_front(function, {"a": (1, 2), "b": (1, 3), "c": (2, 2)}, ["a"])
     _check_front(function, {"b": (1, 3), "a": (1, 2)}, ["a"])
+    if sorted(_front(function, {"a": (1, 9), "b": (3, 8)})) != ["a", "b"]:
+        return  # another property tells more
+    _check_front(function, {"a": (0, 1), "b": (0, 2)}, ["a"])
+    _check_front(function, {"a": (0, 1), "b": (1, 1)}, ["a"])
+    _check_front(function, {"a": (-2, -1), "b": (-1, -1)}, ["a"])
+    _check_front(function, {"a": (1.0, 1e20), "b": (2.0, 1e20)}, ["a"])  # their sums are equal
 
 
 @pareto_front.property(
@@ -373,11 +418,19 @@ def _(function):
                 assert sorted(found) == wanted, f"{said}, got {found}"
 
 
-@pareto_front.property("equal points stay together", "a point is not beaten by one with the same numbers")
+@pareto_front.property(
+    "equal points stay together",
+    "a point is not beaten by one with the same numbers; a third that beats one of them beats both",
+)
 def _(function):
     _check_front(function, {"a": (1, 2), "b": (1, 2), "c": (2, 1), "d": (3, 3)}, ["a", "b", "c"])
     equal = {name: tuple(float(number) for number in (1, 2)) for name in "ab"}  # two objects
     _check_front(function, equal, ["a", "b"])
+    _check_front(function, dict.fromkeys("abc", (1, 2)), ["a", "b", "c"])
+    for names in ("acb", "abc", "bac"):  # a and c are equal, and b beats both
+        different = dict(zip("abc", ((2, 3), (1, 1), (3, 2)), strict=True))
+        if _front(function, {name: different[name] for name in names}) == ["b"]:  # if not, another property tells more
+            _check_front(function, {name: (1, 1) if name == "b" else (2, 2) for name in names}, ["b"])
 
 
 @pareto_front.property(
@@ -397,6 +450,8 @@ def _(function):
     _check_front(function, {"a": (1e-9, 2e-9), "b": (2e-9, 1e-9), "c": (3e-9, 3e-9)}, ["a", "b"])
     _check_front(function, {"a": (16_777_217,), "b": (16_777_216,)}, ["b"])  # equal in float32
     _check_front(function, {"a": (1.0, 7.0), "b": (1.0 + 1e-12, 7.0 + 1e-12)}, ["a"])  # equal for math.isclose
+    for little in (1e-12, 1e-6, 1e-2):  # both stay, however close they are
+        _check_front(function, {"a": (1.0, 1.0 + little), "b": (1.0 + little, 1.0)}, ["a", "b"])
 
 
 @pareto_front.property("names in the order of points", "go through points in order, and do not sort")

@@ -56,7 +56,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What our records say of a method.
+    """Our records of a method.
 
     gains: {requests at once: tokens per second / bfloat16's}, Gemma 2B's shape on an H200. kl: in millinats per token,
     points: of accuracy lost, with a 95% interval, bytes: of all weights and their scales, seconds: of quantizing and
@@ -107,7 +107,7 @@ def judgments(
 
 
 def confirmed(found: Mapping[str, Measured], few: int = 4, many: int = 3000) -> int:
-    """How many of NVIDIA's speed ratings the record confirms."""
+    """Return how many of NVIDIA's speed ratings the record confirms."""
     return sum(theirs == ours for theirs, ours, _ in judgments(found, few, many).values())
 
 

@@ -63,7 +63,7 @@ def folded(keys: int = 6, dim: int = 6) -> None:
 
 
 def kivi(tokens: int = 14, dim: int = 12, group: int = 4) -> None:
-    """Which keys and which values share a scale in KIVI, and the newest tokens, which are not quantized yet."""
+    """Draw which keys and which values share a scale in KIVI, and the newest tokens, which are not quantized yet."""
     _, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
     whole = tokens // group * group
     for axis, name in zip(axes, ("keys", "values"), strict=True):

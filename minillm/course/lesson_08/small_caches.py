@@ -69,7 +69,7 @@ def attention_by(function: Callable[..., Tensor]) -> dict[str, Callable]:
         return out
 
     def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
-        if cache.k_scale is None or options.given().keys() != {"scale"}:
+        if cache.k_scale is None or options.keywords().keys() != {"scale"}:
             return reference.prefill_attention(q, cache, rows, options)
         out, starts = torch.zeros_like(q), rows.query_start.tolist()
         for row, length in enumerate(rows.lengths.tolist()):
@@ -104,7 +104,7 @@ def model_with(kv_cache_dtype: str = "auto") -> Model:
 
 
 def keys_and_values(model: Model, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What each layer writes into the cache for rows of token ids: keys and values [tokens, kv_heads, d]."""
+    """Return what each layer writes into the cache for rows of token ids: keys and values [tokens, kv_heads, d]."""
     found = []
 
     def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -160,7 +160,7 @@ def kv_at_once(kind: str, cache_bytes: int, requests: int = 48, prompt: int = 90
 
 
 def requests_of_weights(config: ModelConfig, tokens: int, kv_cache_dtype: str = "bfloat16") -> float:
-    """How many requests of so many tokens have a cache as large as the model's weights in bfloat16."""
+    """Return how many requests of so many tokens have a cache as large as the model's weights in bfloat16."""
     return sizing.weight_bytes(config) / sizing.kv_bytes(config, tokens, kv_cache_dtype)
 
 

@@ -140,7 +140,7 @@ def _(function):
 
 
 def _has_few_values(key: object) -> bool:
-    """Whether a key of 20 tokens looks as if it had at most some 2**36 values: half a million keys then collide."""
+    """Return whether a key of 20 tokens seems to have at most some 2**36 values: half a million keys then collide."""
     if isinstance(key, Real):
         return abs(float(key)) < 2**36
     return isinstance(key, str | bytes) and len(key) <= (4 if isinstance(key, bytes) else 11)

@@ -38,7 +38,7 @@ LOCAL_AND_GLOBAL = {
 
 
 class PoolWithoutPrefixes:
-    """What the engine asks a pool besides allocating, sharing and releasing, answered for one without a prefix cache.
+    """Answers what else the engine asks of a pool, for one that allocates, shares and releases without a prefix cache.
 
     references: the number of holders of each block.
     """

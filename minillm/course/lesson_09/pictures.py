@@ -170,7 +170,7 @@ def lines(curves: Mapping[str, Mapping[float, float]], *, x: str, y: str, log: b
 
 
 def over_time(trace: Trace | Iterable[dict]) -> None:
-    """Which request holds each block: a row per block, a column per step."""
+    """Draw which request holds each block: a row per block, a column per step."""
     steps = list(tables(trace))
     requests = dict.fromkeys(name for step in steps for name, _ in step.rows.values())
     names = [f"request {name.rpartition('-')[-1]}" for name in requests]
@@ -197,7 +197,7 @@ def over_time(trace: Trace | Iterable[dict]) -> None:
 
 
 def held(trace: Trace | Iterable[dict], names: Sequence[str], block_size: int) -> None:
-    """Which tokens of its only request each layer group holds, step by step. names: titles, one for each group."""
+    """Draw which tokens of its only request each layer group holds, step by step. names: titles, one for each group."""
     steps = [table for step in tables(trace) for _, table in step.rows.values()]
     entries = max(len(table[0]) for table in steps)
     white, evicted, kept = range(3)

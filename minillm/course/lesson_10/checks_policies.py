@@ -134,7 +134,7 @@ PatientShortest = Exercise("PatientShortest", seconds=SECONDS)
 
 
 def _queued(prompt: int, arrival: int, known: int = 0, output: int = 8) -> SimpleNamespace:
-    """What a policy may look at of a waiting request."""
+    """Return what a policy may look at of a waiting request."""
     tokens = np.zeros(max(prompt, known), np.int32)
     params = SimpleNamespace(max_tokens=output, priority=0)
     return SimpleNamespace(
@@ -148,7 +148,7 @@ def _key(policy, request: SimpleNamespace) -> float:
 
 
 def _overtaken(policy, prompt: int, arrival: int = 0) -> int:
-    """How many of the next 400 prompts, of one token each, go before a prompt of so many."""
+    """Return how many of the next 400 prompts, of one token each, go before a prompt of so many."""
     first = _key(policy, _queued(prompt, arrival))
     return sum(_key(policy, _queued(1, arrival + later)) < first for later in range(1, 401))
 

@@ -25,7 +25,7 @@ IDLE, WAITS, PREFILL, DECODE = STATES
 
 
 def rows_in_use(pictures: Mapping[str, Sequence], rows: int) -> None:
-    """Which request has which row in each step; of a prompt also how many tokens run.
+    """Draw which request has which row in each step; of a prompt also how many tokens run.
 
     pictures: title -> the steps of one run. Below each column stands what the step runs in all.
     """
@@ -166,7 +166,7 @@ def trade(budgets: Sequence[int], lines: Mapping[str, Sequence[float]], unit: st
 
 
 def waits(policies: Mapping[str, Sequence[tuple[int, int, bool]]]) -> None:
-    """How long each request waited for its first token. policies: title -> (when it arrived, wait, is long) of each."""
+    """Draw how long each request waited for its first token. policies: title -> (arrival, wait, is long) of each."""
     _, axes = plt.subplots(1, len(policies), figsize=(11, 2.9), sharey=True, layout="constrained")
     for axis, (title, points) in zip(axes, policies.items(), strict=True):
         for long, color, label in ((False, COLORS[5], "short prompts"), (True, COLORS[4], "long prompts")):

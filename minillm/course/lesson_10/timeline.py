@@ -19,7 +19,7 @@ COLORS = ("#eeeeee", "#bab0ac", "#f58518", "#4c78a8")
 
 
 def row_states(trace: Trace | Iterable[dict]) -> tuple[np.ndarray, list[StepRows]]:
-    """What each row did in each step: IDLE (no request), WAITS (no token of its request ran), PREFILL or DECODE.
+    """Return what each row did in each step: IDLE (no request), WAITS (no token of its request ran), PREFILL or DECODE.
 
     Returns states [rows, steps] uint8, up to the last row ever used, and the steps.
     """
@@ -116,7 +116,7 @@ def draw_timeline(
 
 
 def _times(steps: list[StepRows]) -> tuple[np.ndarray, np.ndarray]:
-    """When each step began and ended: steps run in order, so one launched ahead begins when the previous step ends."""
+    """Return when each step began and ended: they run in order, so one launched ahead begins when the last one ends."""
     begins, ends, free = [], [], 0.0
     for step in steps:
         begins.append(max(step.launched, free))

@@ -1,4 +1,4 @@
-"""What the steps of a run take with some sizes of CUDA graphs.  Lesson 11."""
+"""Measure what the steps of a run take with some sizes of CUDA graphs.  Lesson 11."""
 
 
 def padded_ms(sizes: list[int], counts: dict[int, int], ms: dict[int, float]) -> float:

@@ -33,7 +33,7 @@ def _short(tokens: Sequence[int]) -> str:
 
 
 def _apart(wanted: Sequence[int], got: Sequence[int]) -> str:
-    """What was expected and what came, with the first place at which they differ."""
+    """Return what was expected and what came, with the first place at which they differ."""
     shared = min(len(wanted), len(got))
     at = next((place for place in range(shared) if wanted[place] != got[place]), shared)
     place = f"; they first differ at place {at}" if max(len(wanted), len(got)) > 1 else ""
@@ -73,20 +73,30 @@ def _(function):
         _expect(function, drafts, sampled)
 
 
-@accepted.property("tokens may repeat", "compare place by place; `in`, `index` and sets find a token at another place")
+@accepted.property(
+    "tokens may repeat",
+    "compare place by place; `in`, `index` and sets find a token at another place; 0 is a token, too",
+)
 def _(function):
-    cases = (([4, 4], [4, 7, 2]), ([8, 5, 4], [8, 4, 5, 6]), ([0, 0, 3], [0, 7, 0, 5]), ([7, 5], [7, 7, 5]))
+    cases = (
+        *(([4, 4], [4, 7, 2]), ([8, 5, 4], [8, 4, 5, 6]), ([0, 0, 3], [0, 7, 0, 5]), ([7, 5], [7, 7, 5])),
+        *(([5, 5, 1], [5, 5, 3, 4]), ([5, 7, 5, 1], [5, 7, 5, 2, 9])),
+    )
     for drafts, sampled in cases:
         _expect(function, drafts, sampled)
 
 
-@accepted.property("any number of drafts, and any token id", "compare the values of ids, with `==`")
+@accepted.property(
+    "any number of drafts, and any token id", "any number of drafts may be right; compare the values of ids, with `==`"
+)
 def _(function):
     ids = list(range(1000, 1064))
     for right in (1, 6, 40, 62):
         drafts = ids[:right] + [each + 5000 for each in ids[right:63]]
         # Equal ids that are different objects: `is` finds no small integers here.
         _expect(function, drafts, [int(str(each)) for each in ids])
+    _expect(function, [1000, 1256], [1000, 1000, 7])  # equal modulo 256
+    _expect(function, [1000, 70_000], [1000, 4464, 7])  # and modulo 65,536
 
 
 # ---- what followed the last tokens before
@@ -155,20 +165,40 @@ def _(function):
 
 
 @lookup.property(
-    "all n tokens are the same, in the same order", "one token in common, or the same ones in another order, do not do"
+    "all n tokens are the same, in the same order",
+    "one token in common is not enough, nor the same ones in another order",
 )
 def _(function):
     _found(function, [9, 1, 2, 5, 2, 1, 6, 1, 2], 6, [5, 2, 1, 6, 1, 2])
     _found(function, [9, 1, 2, 5, 1, 7, 6, 1, 2], 6, [5, 1, 7, 6, 1, 2])
     _found(function, [9, 1, 2, 5, 7, 2, 6, 1, 2], 6, [5, 7, 2, 6, 1, 2])
+    nearly = [1, 9, 3, 4, 5, 6, 7, 8]  # the last eight tokens, but for one in the middle
+    _found(function, [0, *nearly, 20, 0, *nearly[4:], 21, *range(1, 9)], 9, [21, *range(1, 9)])
     _found(function, [9, 1, 2, 5, 11, 2, 6, 1, 2], 6, [5, 11, 2, 6, 1, 2])  # "1 2" stands in "11 2", as text
+    _found(function, [9, 1, 2, 5, 1, 23, 6, 1, 2], 6, [5, 1, 23, 6, 1, 2])  # and in "1 23"
     _found(function, [9, 1, 23, 5, 12, 3, 7, 1, 23], 6, [5, 12, 3, 7, 1, 23])  # both pairs join to "123"
 
 
-@lookup.property("a place at the very beginning counts", "where does the search end?")
+@lookup.property(
+    "a place at the very beginning counts", "where does the search end? A text of n + 1 tokens has one earlier place"
+)
 def _(function):
     _found(function, [1, 2, 9, 8, 1, 2], 4, [9, 8, 1, 2])
     _found(function, [4, 3, 7, 4, 3], 3, [7, 4, 3])
+    if function([9, 7, 7, 7], 1) == [7]:  # an overlap is another property's matter
+        _found(function, [7, 7, 7], 1, [7])
+
+
+@lookup.property(
+    "any length of the text, and any token id", "search the whole text; compare the values of ids, with `==`"
+)
+def _(function):
+    large = [70_000, 1000, 2000, 3000, 1000, 2000]
+    # Equal ids that are different objects: `is` finds no small integers here.
+    _found(function, [int(str(each)) for each in large], 3, [3000, 1000, 2000])
+    _found(function, [9, 1000, 2000, 5, 1256, 2256, 6, 1000, 2000], 6, [5, 1256, 2256, 6, 1000, 2000])  # modulo 256
+    far = [3, *[5] * 5000, 1, 2]
+    _found(function, [9, 1, 2, *far], len(far), far)
 
 
 @lookup.property(
@@ -176,11 +206,19 @@ def _(function):
 )
 def _(function):
     _found(function, [9, 1, 2, 3, 1, 2], 2, [], (3,))
+    whole = function([9, 1, 2, 5, 2, 1, 6, 1, 2], 6) == [5, 2, 1, 6, 1, 2]  # parts are another property's matter
+    if whole and function([1, 2, 3, 4], 3) == []:
+        _found(function, [9, 5, 6, 7, 8, 5], 2, [])  # by default, one token is not enough
+    if function([9, 1, 2, 3, 1, 2, 4, 8, 1, 2], 4) == [4, 8, 1, 2]:  # an older place is another property's matter
+        _found(function, [0, 1, 2, 3, 20, 21, 2, 3, 22, 1, 2, 3], 4, [22, 1, 2, 3])  # and three are not tried
     _found(function, [9, 1, 4, 8, 1], 3, [4, 8, 1], (1,))
     _found(function, [9, 1, 2, 3, 7, 5, 8, 1, 2, 3], 6, [7, 5, 8, 1, 2, 3], (5, 3))
     _found(function, [0, 7, 1, 9, 8, 3, 1], 4, [9, 8, 3, 1], (3, 1))
     five = [1, 2, 3, 4, 5]
-    _found(function, [*five, 20, *five[1:], 21, *five], 6, [21, *five], (4, 5))  # 5 first would give 20
+    text = [*five, 20, *five[1:], 21, *five]
+    _found(function, text, 6, [21, *five], (4, 5))  # 5 first would give 20
+    if function([9, 1, 2, 3, 4, 5, 1, 2, 6, 1, 2], 8) == [6, 1, 2]:  # few that follow are another property's matter
+        _found(function, text, 7, [21, *five], (4, 5))  # more would follow the last 5
 
 
 # ---- how many drafts are worth their time
@@ -196,15 +234,14 @@ def _count(function, p: float, ms: Sequence[float], wanted: int) -> None:
     assert given == list(ms), "`step_ms` has changed: work on a copy"
     if got != wanted:
         rates = ", ".join(
-            f"{float(_tokens(p, count)):.4g} tokens in {ms[count]:g} ms with {count}"
-            for count in (wanted, got)
-            if 0 <= count < len(ms)
+            f"{_gain(p, count)} in {ms[count]:g} ms with {count}" for count in (wanted, got) if 0 <= count < len(ms)
         )
         raise AssertionError(f"{said}: expected {wanted}, got {got}; {rates}")
 
 
-def _tokens(p: float, drafts: int) -> Fraction:
-    return sum((Fraction(p) ** power for power in range(drafts + 1)), Fraction(0))
+def _gain(p: float, drafts: int) -> str:
+    tokens = f"{float(sum(Fraction(p) ** power for power in range(drafts + 1))):.4g}"
+    return "1 token" if tokens == "1" else f"{tokens} tokens"
 
 
 @best_count.example
@@ -225,25 +262,31 @@ def _(function):
 
 @best_count.property(
     "a draft counts only if all those before it are right",
-    "the second draft gains a token with the probability p * p, and not p",
+    "the first draft gains a token with the probability p, the second with p * p, and so on",
 )
 def _(function):
+    _count(function, 0.5, [1.0, 1.375], 1)
     _count(function, 0.5, [1.0, 1.125, *[2.8125] * 6], 1)
     _count(function, 0.75, [1.0, 1.25, *[5.0] * 8], 1)
 
 
 @best_count.property(
-    "a high price of the first draft does not end the search", "compare all k: the first may not pay, and more may"
+    "a high price of the first draft does not end the search",
+    "compare all k: the first may not pay, and more may; a longer step may even take less time",
 )
 def _(function):
     _count(function, 0.875, [1.0, 2.0, 2.03125, 2.0625, 2.09375, 2.125], 5)
     _count(function, 0.75, [1.0, 1.5, 2.25, 2.25, 2.25], 4)
+    _count(function, 0.5, [1.0, 2.0, 1.25], 2)
+    _count(function, 0.75, [1.0, 1.125, 3.0, 3.0, 3.0, 3.0, 3.0, 1.25], 7)
 
 
 @best_count.property("drafts that are always right", "for p = 1, (1 - p ** (k + 1)) / (1 - p) divides by 0: add up")
 def _(function):
     _count(function, 1.0, [1.0, 1.25, 1.5, 1.75], 3)
     _count(function, 1, [1.0, 1.5, 1.75], 2)
+    if function(0.984375, [1.0, 2.5]) == 0:  # the token that every step gains is another property's matter
+        _count(function, 1.0, [1.0, 2.5], 0)
 
 
 @best_count.property("of equally good numbers, the fewest", "a larger number must be better, not just as good")
@@ -257,3 +300,4 @@ def _(function):
     _count(function, 0.75, [0.001, 0.0011, 0.0012], 2)
     _count(function, 0.96875, [100 + place / 64 for place in range(64)], 63)
     _count(function, 0.5, [2000.0, 2100.0, 2200.0], 2)
+    _count(function, 0.125, [1.0, 1.0078125], 1)  # the H200's break-even is another

@@ -15,7 +15,7 @@ COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756")
 
 
 def one_step(newest: str, drafts: Sequence[str], sampled: Sequence[str]) -> None:
-    """What one step runs, and the target's own token after each; as text."""
+    """Draw what one step runs, and the target's own token after each; as text."""
     right = 0
     while right < len(drafts) and drafts[right] == sampled[right]:
         right += 1
@@ -76,7 +76,7 @@ def cache(before: int, drafts: int, right: int) -> None:
 
 
 def steps(runs: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> None:
-    """What became of each step's drafts. runs: title -> (tokens that each step ran, tokens that the text gained)."""
+    """Draw what became of each step's drafts. runs: title -> (tokens that steps ran, tokens that the text gained)."""
     _, axes = plt.subplots(len(runs), 1, figsize=(11, 1.9 * len(runs)), sharex=True, sharey=True, layout="constrained")
     for axis, (title, (sizes, gained)) in zip(axes, runs.items(), strict=True):
         places, ran, own = np.arange(len(sizes)), np.array(sizes), np.array(gained)

@@ -1,12 +1,10 @@
 """A model with the cache of one request, drafters to try, and what steps with drafts cost.  Lesson 13."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from minillm.overrides import using
 from minillm.request import SamplingParams
 from minillm.runner.sampler import uniforms
 from minillm.runner.sampling_columns import mix
-from minillm.speculation import Asked, Speculation
+from minillm.speculation import Asked, every_draft_runs
 from minillm.speculation.ngram import NgramIndex
 from minillm.trace import Trace, replay
 
@@ -139,7 +137,7 @@ def lookup(tokens: Sequence[int], most: int) -> list[int]:
 
 
 def best_count(p: float, step_ms: Sequence[float]) -> int:
-    """How many drafts give the most tokens a second, the fewest of equals.
+    """Return how many drafts give the most tokens a second, the fewest of equals.
 
     p: the chance of a draft to be right. step_ms: the time of a step with 0, 1, 2, ... drafts.
     """
@@ -199,16 +197,9 @@ def drafting(drafter: Drafter) -> type:
 # ---- engines
 
 
-@contextmanager
-def every_draft_runs() -> Iterator[None]:
-    """Let engines run all drafts, and not choose by the times of their steps: those differ from run to run."""
-    with mock.patch.object(Speculation, "worth", lambda self, rows, known, proposed, others: proposed):
-        yield
-
-
 @dataclass
 class Run:
-    """What an engine did with a prompt.
+    """An engine's run of a prompt.
 
     answer: its tokens. sizes, gained: tokens that each step after the prompt's ran, and that the text gained by it.
     drafted, right: how many drafts there were, and how many of them were accepted. calls: of a proposer that was given.
@@ -231,7 +222,7 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean of the steps after the prompt's, which gains one token too: the acceptance length."""
+        """Mean of the steps after the prompt's, which gains one token too."""
         return (len(self.answer) - 1) / len(self.sizes)
 
     @property

@@ -28,7 +28,7 @@ Measured = tuple[roofline.Point, roofline.PeakRates]
 
 
 def problem() -> str | None:
-    """Why this machine cannot run the model; None if it can, or if its free memory is not known."""
+    """Return why this machine cannot run the model; None if it can, or if its free memory is not known."""
     free = free_memory()
     if free is None or free >= NEEDED_GB * GB:
         return None
@@ -74,7 +74,7 @@ def where() -> str:
 
 
 def line(measured: Measured) -> str:
-    """What a step reads, how fast this could be read, and so the step's floor."""
+    """Return what a step reads, how fast this could be read, and so the step's floor."""
     step, limits = measured
     return f"{step.bytes / GB:.1f} GB at {limits.bytes_per_s / GB:.1f} GB/s: at least {step.floor(limits):.2f} s a step"
 

@@ -84,7 +84,7 @@ def batching(loads: Sequence[Mapping[str, Any]]) -> None:
 
 
 def arrivals(due: Sequence[float], shown: int = 60) -> None:
-    """When the first requests arrive, and a histogram of all gaps between requests."""
+    """Draw when the first requests arrive, and a histogram of all gaps between requests."""
     widths = (2, 1)
     _, (left, right) = plt.subplots(1, 2, figsize=(10, 2.2), width_ratios=widths, layout="constrained")
     left.eventplot(due[:shown], colors=TOKEN)

@@ -95,7 +95,7 @@ def floors_table(precisions: Mapping[str, Precision]) -> str:
 
 
 def parts_table() -> str:
-    """Where the time of a step goes, and the least each part needs, with one request and with 3,000.
+    """Return where the time of a step goes, and the least each part needs, with one request and with 3,000.
 
     Of Gemma 2B's shape in bf16 on an H200.
     """

@@ -27,7 +27,7 @@ def pooled_percentile(gaps_of_each: Sequence[Sequence[float]], p: float) -> floa
 
 
 def poisson_arrivals(rate: float, uniform: Sequence[float]) -> list[float]:
-    """When requests are due in a Poisson process, as `workloads.poisson` computes it from the same numbers."""
+    """Return when requests are due in a Poisson process, as `workloads.poisson` computes it from the same numbers."""
     clock, due = 0.0, []
     for u in uniform:
         clock -= math.log1p(-u) / rate
@@ -36,7 +36,7 @@ def poisson_arrivals(rate: float, uniform: Sequence[float]) -> list[float]:
 
 
 def right(function: Callable[..., Any]) -> bool:
-    """Whether a function is written and has every property of its exercise."""
+    """Return whether a function is written and has every property of its exercise."""
     return solved(function) and not any(each.problem for each in checks.find(function.__name__).examine(function))
 
 
@@ -46,7 +46,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def agree(found: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Whether two results of `timings` are the same, up to rounding."""
+    """Return whether two results of `timings` are the same, up to rounding."""
     (ttft, gaps, e2e), (ttft_too, gaps_too, e2e_too) = found, wanted
     pairs = zip([ttft, e2e, *gaps], [ttft_too, e2e_too, *gaps_too], strict=False)
     return len(gaps) == len(gaps_too) and all(math.isclose(a, b, abs_tol=1e-9) for a, b in pairs)
@@ -158,7 +158,7 @@ def batching_table(record: Mapping[str, Any]) -> str:
 
 
 def build_gain() -> str:
-    """What the plan of `minillm build` gained over the engine's defaults, from the committed record, a line a load."""
+    """Return what the plan of `minillm build` gained over the defaults, from the committed record, a line a load."""
     record = records.read("h200/build")
     speed = {(row["engine"], row["requests"]): row["output_tokens_per_s"] for row in record["results"]}
     lines = []

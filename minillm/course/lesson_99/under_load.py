@@ -20,7 +20,7 @@ SECONDS = 120  # a run that takes longer has a problem
 
 @dataclass
 class Outcome:
-    """What a load found for one engine.
+    """The outcome of a load for one engine.
 
     runs: the result of each run, as in a record of `serve.run`. calls: how often each replaced part ran. problem: why
     a run failed; there are no others after it.

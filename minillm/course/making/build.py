@@ -72,7 +72,7 @@ def execute(notebook: NotebookNode, folder: Path, started: Callable | None = Non
 
 
 def target(source: Path, kind: str) -> Path:
-    """Where a lesson's notebook of this kind is committed."""
+    """Return where a lesson's notebook of this kind is committed."""
     folder = NOTEBOOKS / "solutions" if kind == SOLUTION else NOTEBOOKS
     return folder / f"{source.stem}.ipynb"
 

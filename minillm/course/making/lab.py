@@ -67,7 +67,7 @@ def _held(path: Path) -> str | None:
 
 
 def _unchanged(path: Path, copied: dict[str, str]) -> bool:
-    """Whether a file may be replaced: it is not there, or its cells are those that were copied."""
+    """Return whether a file may be replaced: it is not there, or its cells are those that were copied."""
     return not path.exists() or (path.name in copied and _held(path) == copied[path.name])
 
 

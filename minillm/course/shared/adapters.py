@@ -29,7 +29,7 @@ def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
         for row, length in enumerate(rows.lengths.tolist()):
             if length:
                 keys = _contiguous(cache, rows.block_table[row], length)
-                out[row] = attention(q[row], *keys, length, **options.given())
+                out[row] = attention(q[row], *keys, length, **options.keywords())
         return out
 
     def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
@@ -38,7 +38,7 @@ def gathered(attention: Callable[..., Tensor]) -> dict[str, Callable]:
             mine = slice(starts[row], starts[row + 1])
             if mine.start < mine.stop:
                 keys = _contiguous(cache, rows.block_table[row], length)
-                out[mine] = attention(q[mine], *keys, length, **options.given())
+                out[mine] = attention(q[mine], *keys, length, **options.keywords())
         return out
 
     return {"decode_attention": decode_attention, "prefill_attention": prefill_attention}

@@ -37,7 +37,7 @@ def traffic(requests: int, scale: int = 1) -> dict[str, tuple[list[int], int]]:
 
 @dataclass
 class Run:
-    """What an engine did with some requests: its steps and completions, its counters, and the whole trace."""
+    """An engine's run of some requests: its steps and completions, its counters, and the whole trace."""
 
     steps: list[StepRows]
     done: dict[str, Completion]
@@ -170,7 +170,7 @@ def newcomer(budget: int, prompt: int, **options: Any) -> Run:
 
 
 def newcomer_steps(served: Run) -> tuple[int, int]:
-    """How many steps run the newcomer's prompt, and how many tokens the largest of them computes."""
+    """Return how many steps run the newcomer's prompt, and how many tokens the largest of them computes."""
     sizes = [
         sum(step.count) for step in served.steps if ("new", "prefill") in zip(step.request, step.kind, strict=True)
     ]

@@ -22,15 +22,19 @@ from .time_limit import TookTooLong, time_limit
 
 @dataclass(frozen=True)
 class Property:
-    """A property of all correct solutions. `holds` gets a candidate; it returns False or raises AssertionError."""
+    """A property of all correct solutions. `holds` gets a candidate; it returns False or raises AssertionError.
+
+    slow: what a candidate may do that ends, but too late.
+    """
 
     name: str
     hint: str
     holds: Callable[[Callable], bool | None]
+    slow: str = ""
 
 
 class Explained(AssertionError):
-    """What is wrong with a result, in words that say it all: no hint follows.
+    """Says all that is wrong with a result: no hint follows.
 
     Raised from an exception of the candidate, it is the hint about that one.
     """
@@ -67,11 +71,11 @@ class Exercise:
         """A decorator that adds the notebook's own example as a property, which wrong solutions may pass."""
         return self.property("the example", "compare with the example above")(holds)
 
-    def property(self, name: str, hint: str) -> Callable:
-        """A decorator that adds a property; hint: shown if it does not hold."""
+    def property(self, name: str, hint: str, slow: str = "") -> Callable:
+        """A decorator that adds a property; hint: shown if it does not hold. slow: as in `Property`."""
 
         def add(holds: Callable) -> Callable:
-            self.properties.append(Property(name, hint, holds))
+            self.properties.append(Property(name, hint, holds, slow))
             return holds
 
         return add
@@ -93,7 +97,8 @@ class Exercise:
                 with time_limit(self.seconds):
                     problem = _problem(each, watched, candidate)
             except TookTooLong:
-                problem = too_long = f"{STOPPED} after {self.seconds:g} seconds: does each of its loops end?"
+                cause = f"either a loop does not end, or {each.slow}" if each.slow else "does each of its loops end?"
+                problem = too_long = f"{STOPPED} after {self.seconds:g} seconds: {cause}"
             except NotSolvedYet as stub:
                 if not isinstance(candidate, type):
                     raise
@@ -220,7 +225,7 @@ def _raised(error: BaseException, candidate: Callable) -> str:
 
 
 def _raised_by(candidate: Callable, error: Exception, checker: Property) -> bool:
-    """Whether it is the candidate's own code that raised an error, and not its checker or what that passed in."""
+    """Return whether the candidate's own code raised an error, and not its checker or what that passed in."""
     return traceback.extract_tb(error.__traceback__)[-1].filename in _files(candidate) - _files(checker.holds)
 
 

@@ -26,7 +26,7 @@ def assert_near(found: Numbers, expected: Numbers, what: str, *, relative: float
 
 
 def difference(found: Numbers, expected: Numbers, *, relative: float = 0.0, absolute: float = 0.0) -> str:
-    """Where the two differ most, in words; an empty string if they are as near as `assert_near` says."""
+    """Return where the two differ most, in words; an empty string if they are as near as `assert_near` says."""
     mine, right = torch.broadcast_tensors(_double(found), _double(expected))
     allowed = (absolute + relative * right.abs()).nan_to_num(nan=0.0, posinf=0.0).clamp(min=LEAST)
     far = _distance(mine, right) / allowed
@@ -50,7 +50,7 @@ def difference(found: Numbers, expected: Numbers, *, relative: float = 0.0, abso
 
 
 def why_wrong(code: float, got: float, lowest: int, highest: int, codes: Tensor) -> str:
-    """Why a half next to the lowest or highest code became `got`, not `code`. codes: the solution's, of ROUNDED."""
+    """Return why a half next to an outermost code became `got`, not `code`. codes: the solution's, of ROUNDED."""
     _, *halves, up, down, near, other = [round(each, 3) for each in codes.tolist()]
     if got > highest:
         return f"Codes go up to {highest}"

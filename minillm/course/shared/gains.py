@@ -1,4 +1,4 @@
-"""How much faster quantized weights made the engine, from the committed record of an H200.  Lessons 05 to 07."""
+"""Tell how much faster quantized weights made the engine, from the committed record of an H200.  Lessons 05 to 07."""
 
 from collections.abc import Iterable
 

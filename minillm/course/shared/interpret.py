@@ -48,7 +48,7 @@ def triton_here() -> str:
 
 
 def how_kernels_run() -> str:
-    """Whether triton, imported here, compiles or interprets kernels, as its own library's functions show."""
+    """Return whether triton, imported here, compiles or interprets kernels, as its own library's functions show."""
     import triton.language as tl
     from triton.runtime import JITFunction
 
@@ -73,12 +73,12 @@ def surrounded(tensor: Tensor, by: float) -> tuple[Tensor, Tensor]:
 
 
 def untouched(memory: Tensor, by: float) -> bool:
-    """Whether both guards around a `surrounded` tensor still hold `by`."""
+    """Return whether both guards around a `surrounded` tensor still hold `by`."""
     return bool((memory[:GUARD] == by).all() and (memory[-GUARD:] == by).all())
 
 
 class Watched(Counter[str]):
-    """What interpreted kernels did: counts of "loads" and "stores" outside their tensors, and of "TF32" products.
+    """The work of interpreted kernels: counts of "loads" and "stores" outside their tensors, and of "TF32" products.
 
     watched: whether kernels are interpreted. loaded, stored: the addresses that they used. storing: the program of each
     entry of stored, numbered from 1. left: the tensors as the last launch left them. modules: the module of each
@@ -97,7 +97,7 @@ class Watched(Counter[str]):
 
     @property
     def launches(self) -> int:
-        """How many launches there were."""
+        """Return how many launches there were."""
         return len(self.modules)
 
     @contextmanager
@@ -111,15 +111,15 @@ class Watched(Counter[str]):
             self.launching = False
 
     def all_loaded(self, tensor: Tensor) -> bool:
-        """Whether kernels loaded every element of a tensor."""
+        """Return whether kernels loaded every element of a tensor."""
         return _hold(self.loaded, tensor)
 
     def all_stored(self, tensor: Tensor) -> bool:
-        """Whether kernels stored every element of a tensor."""
+        """Return whether kernels stored every element of a tensor."""
         return _hold(self.stored, tensor)
 
     def stored_by_several(self) -> int:
-        """How many addresses more than one program stored to."""
+        """Return how many addresses more than one program stored to."""
         seen = Counter[int]()
         for program in set(self.storing):
             own = [each.tolist() for each, by in zip(self.stored, self.storing, strict=True) if by == program]

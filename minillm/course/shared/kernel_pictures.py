@@ -14,7 +14,7 @@ MORE_COLORS = ("#1f3f66", "#8a3b12", "#2b5d27")
 
 
 def tiles(rows: int, columns: int, tile: int) -> None:
-    """Which program computes which element of a matrix, by (row, tile) or by row; hatched: masked elements."""
+    """Draw which program computes which element of a matrix, by (row, tile) or by row; hatched: masked elements."""
     across = -(-columns // tile)
     colors = (*COLORS, *MORE_COLORS)
     _, axis = plt.subplots(figsize=(11, 0.55 * rows + 1.0), layout="constrained")
@@ -152,7 +152,7 @@ def graph_sizes(totals: Mapping[int, float], engines: tuple[int, float], alone: 
 
 
 def lanes(title: str, rows: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """When each row works. rows: label -> (begin, length) in microseconds.
+    """Draw when each row works. rows: label -> (begin, length) in microseconds.
 
     Neighbors on the GPU differ in shade: an edge around each would look like a gap, and hide the shortest kernels.
     """

@@ -1,4 +1,4 @@
-"""What a torch function launches, and what a layer of the model launches, in bytes and least time.  Lessons 03 and 11.
+"""Count what a torch function or a layer of the model launches, in bytes and least time.  Lessons 03 and 11.
 
 Tensors on the device `meta` have a shape and no data, so launches of the full model can be counted on any machine.
 """

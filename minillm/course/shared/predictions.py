@@ -69,7 +69,7 @@ def look_back() -> str:
 
 
 def _factor(predicted: float, measured: float | None) -> float:
-    """How many times as large one of them is as the other; 0 if there is no such number."""
+    """Return how many times as large one of them is as the other; 0 if there is no such number."""
     if measured is None or measured <= 0 or not 0 < predicted < math.inf:
         return 0.0
     return max(predicted / measured, measured / predicted)

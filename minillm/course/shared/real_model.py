@@ -1,4 +1,4 @@
-"""What quantization costs SmolLM2-135M, next to tiny-gemma, from committed records.  Lessons 05 to 08."""
+"""Tell what quantization costs SmolLM2-135M, next to tiny-gemma, from committed records.  Lessons 05 to 08."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -40,7 +40,7 @@ def yours(function: Callable[..., Any], engines_own: Callable[..., Any]) -> Call
 
 
 def solved(part: Callable[..., Any] | Kernel) -> bool:
-    """Whether a function, a class or a kernel is written: none of its code raises NotSolvedYet.  Lesson 00.
+    """Return whether a function, a class or a kernel is written: none of its code raises NotSolvedYet.  Lesson 00.
 
     A lesson that labels a result asks it: a result of the engine's own part must not be called the learner's.
     """

@@ -17,7 +17,7 @@ from ..doctor import gemma_directory, gpu_problem
 
 @dataclass(frozen=True)
 class Tier:
-    """Where a lesson runs: `LLM(tier.model, **tier.options)`. trained: whether the model's text is meaningful."""
+    """A lesson's machine and model, for `LLM(tier.model, **tier.options)`. trained: whether its text is meaningful."""
 
     name: str  # "cpu" or "gpu"
     model: str | None
@@ -39,7 +39,7 @@ class Tier:
 
 
 def full() -> bool:
-    """Whether experiments run at full length: FULL=1, as in `make demo`."""
+    """Return whether experiments run at full length: FULL=1, as in `make demo`."""
     return os.environ.get("FULL") == "1"
 
 
@@ -57,11 +57,11 @@ def tier() -> Tier:
     if wanted == "gpu" and problem:
         raise ConfigError(f"MINILLM_TIER=gpu, but {problem}: unset it; `minillm doctor` says more")
     if wanted != "cpu" and (named := os.environ.get("MINILLM_MODEL")):
-        place = resolve(named)
-        if isinstance(place, str):
-            raise ConfigError(f"MINILLM_MODEL must name a trained model, not the shape {place}: see `minillm models`")
+        source = resolve(named)
+        if isinstance(source, str):
+            raise ConfigError(f"MINILLM_MODEL must name a trained model, not the shape {source}: see `minillm models`")
         kind, device = ("cpu", "cpu") if problem else ("gpu", "cuda")
-        return Tier(kind, str(place), f"{model_name(place)}, trained", True, {"device": device})
+        return Tier(kind, str(source), f"{model_name(source)}, trained", True, {"device": device})
     if wanted == "cpu" or problem:
         return Tier("cpu", None, "tiny-gemma, trained", True, {"device": "cpu"})
     if directory := gemma_directory():

@@ -1,4 +1,4 @@
-"""How quantized checkpoints are stored: one file for each layout.  Lesson 06."""
+"""The layouts of quantized checkpoints: one file for each.  Lesson 06."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ __all__ = ["ANY", "Layout", "Stored", "read_layout"]
 Configs = Mapping[str, dict[str, Any]]  # where a configuration was read -> its fields
 
 LAYOUTS: dict[str, Callable[[Configs], Layout]] = {
-    compressed_tensors.METHOD: lambda found: compressed_tensors.CompressedTensors(next(iter(found.values()))),
+    compressed_tensors.METHOD: lambda configs: compressed_tensors.CompressedTensors(next(iter(configs.values()))),
     gptq.METHOD: gptq.Gptq,
     awq.METHOD: awq.Awq,
     modelopt.METHOD: modelopt.ModelOpt,
@@ -27,32 +27,33 @@ FILES = {each.FILE: each.METHOD for each in (gptq, awq, modelopt)}
 def read_layout(directory: Path) -> Layout | None:
     """The layout of a quantized checkpoint, None for an unquantized one. Raises ConfigError, which names the file."""
     path = directory / "config.json"
-    found: dict[str, Any] = {}
+    configs: dict[str, Any] = {}
     config = read_json(path, ConfigError) if path.is_file() else {}
-    if (given := config.get("quantization_config")) is not None:
-        found[str(path)] = given
-    elif (given := config.get(compressed_tensors.OLDER_FIELD)) is not None:
-        found[str(path)] = {"quant_method": compressed_tensors.METHOD} | given if isinstance(given, dict) else given
+    if (stored := config.get("quantization_config")) is not None:
+        configs[str(path)] = stored
+    elif (stored := config.get(compressed_tensors.OLDER_FIELD)) is not None:
+        described = isinstance(stored, dict)
+        configs[str(path)] = {"quant_method": compressed_tensors.METHOD} | stored if described else stored
     for name, method in FILES.items():
         if (file := directory / name).is_file():
-            found[str(file)] = {"quant_method": method} | read_json(file, ConfigError)
-    return layout_of(found) if found else None
+            configs[str(file)] = {"quant_method": method} | read_json(file, ConfigError)
+    return layout_of(configs) if configs else None
 
 
-def layout_of(found: Mapping[str, Any]) -> Layout:
-    """The layout that configurations describe. found: the file that each was read from -> its fields.
+def layout_of(configs: Mapping[str, Any]) -> Layout:
+    """The layout that configurations describe. configs: the file that each was read from -> its fields.
 
     Raises ConfigError, which names the files.
     """
     try:
-        methods = {place: _method(config) for place, config in found.items()}
+        methods = {file: _method(config) for file, config in configs.items()}
         if len(set(methods.values())) > 1:
-            given = " and ".join(f"{method} in {Path(place).name}" for place, method in methods.items())
-            raise ConfigError(f"quant_method is {given}: remove the file that does not belong to these weights")
-        short = {Path(place).name: config for place, config in found.items()}
+            several = " and ".join(f"{method} in {Path(file).name}" for file, method in methods.items())
+            raise ConfigError(f"quant_method is {several}: remove the file that does not belong to these weights")
+        short = {Path(file).name: config for file, config in configs.items()}
         return LAYOUTS[next(iter(methods.values()))](short)
     except ConfigError as error:
-        raise ConfigError(f"{' and '.join(found)}: {error}") from None
+        raise ConfigError(f"{' and '.join(configs)}: {error}") from None
 
 
 def _method(config: Any) -> str:

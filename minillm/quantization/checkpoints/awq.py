@@ -45,10 +45,10 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the rows in a number, the first row firs
 
 
 class Awq(Layout):
-    """The layout that AWQ configurations describe. found: where each was read -> its fields. Raises ConfigError."""
+    """The layout that AWQ configurations describe. configs: where each was read -> its fields. Raises ConfigError."""
 
-    def __init__(self, found: Mapping[str, Mapping[str, Any]]):
-        config = gather(found, FIELDS)
+    def __init__(self, configs: Mapping[str, Mapping[str, Any]]):
+        config = gather(configs, FIELDS)
         if type(config.get("bits")) is not int or config["bits"] != 4:
             raise ConfigError(f"bits must be 4, not {shown(config.get('bits'))}; other widths are not supported")
         version = config.get("version", "gemm")
@@ -95,5 +95,5 @@ class Awq(Layout):
 
 def _unpack_rows(numbers: Tensor, rows: int) -> Tensor:
     """[n, rows / 8] int32 -> [rows, n] int8, from -8 to 7."""
-    found = unpack_numbers(numbers).view(len(numbers), -1, 8)[:, :, PLACES]
-    return found.flatten(1)[:, :rows].t().contiguous()
+    unpacked = unpack_numbers(numbers).view(len(numbers), -1, 8)[:, :, PLACES]
+    return unpacked.flatten(1)[:, :rows].t().contiguous()

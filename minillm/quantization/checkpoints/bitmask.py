@@ -26,12 +26,12 @@ SPARSE24, UNSTRUCTURED = "sparse-24-bitmask", "sparse-bitmask"
 
 def tensors(format: Sparse, rows: int, inputs: int) -> dict[str, Stored]:
     two_four = isinstance(format, Sparse24)
-    found = {
+    stored = {
         "compressed": Stored((rows, inputs * KEPT // OF) if two_four else (ANY,), SCALES),
         "bitmask": Stored((rows, -(-inputs // 8)), (torch.uint8,)),
         "shape": Stored((2, 1) if two_four else (2,), (torch.int64,), required=False),
     }
-    return found if two_four else found | {"row_offsets": Stored((rows,), (torch.int64,), required=False)}
+    return stored if two_four else stored | {"row_offsets": Stored((rows,), (torch.int64,), required=False)}
 
 
 def write(matrix: Tensor, format: Sparse) -> dict[str, Tensor]:
@@ -39,13 +39,13 @@ def write(matrix: Tensor, format: Sparse) -> dict[str, Tensor]:
     two_four = isinstance(format, Sparse24)
     kept = format.kept(matrix) if two_four else matrix != 0
     shape, values = torch.tensor(matrix.shape), matrix[kept]
-    found = {
+    stored = {
         "compressed": values.view(len(matrix), -1) if two_four else values,
         "bitmask": pack_bits(kept),
         "shape": shape[:, None] if two_four else shape,
     }
     counts = kept.sum(-1)
-    return found if two_four else found | {"row_offsets": counts.cumsum(0) - counts}
+    return stored if two_four else stored | {"row_offsets": counts.cumsum(0) - counts}
 
 
 def codes(module: str, inputs: int, stored: Mapping[str, Tensor]) -> Codes:

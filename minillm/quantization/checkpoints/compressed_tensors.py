@@ -84,9 +84,9 @@ class CompressedTensors(Layout):
         self.ignored = _names(config, "ignore")
         self.groups: list[tuple[list[str], Format, str]] = []
         for group in groups.values():
-            targets, found = _names(group, "targets"), _format(group)
-            packing = _checked_packing(group.get("format") or config.get("format"), found)
-            self.groups.append((targets, found, packing))
+            targets, format = _names(group, "targets"), _format(group)
+            packing = _checked_packing(group.get("format") or config.get("format"), format)
+            self.groups.append((targets, format, packing))
         self.sparse = _sparse(config.get("sparsity_config"))
 
     def format(self, module: str, inputs: int) -> Format:
@@ -107,35 +107,35 @@ class CompressedTensors(Layout):
         return self.groups[ranks.index(best)][1:]
 
     def tensors(self, module: str, rows: int, inputs: int) -> dict[str, Stored]:
-        found, packing = self._group(module)
-        if isinstance(found, Sparse):
-            return bitmask.tensors(found, rows, inputs)
-        if isinstance(found, Fp4):
+        format, packing = self._group(module)
+        if isinstance(format, Sparse):
+            return bitmask.tensors(format, rows, inputs)
+        if isinstance(format, Fp4):
             stored = {
                 "weight_packed": Stored((rows, inputs // 2), (torch.uint8,)),
-                "weight_scale": Stored((rows, inputs // found.group_size), (found.scale_dtype,)),
+                "weight_scale": Stored((rows, inputs // format.group_size), (format.scale_dtype,)),
             }
-            if found.has_global_scale:
+            if format.has_global_scale:
                 stored["weight_global_scale"] = Stored((1,), (torch.float32,))
         elif packing == PACKED:
-            groups = inputs // found.group_size if isinstance(found, Int4) else 1
+            groups = inputs // format.group_size if isinstance(format, Int4) else 1
             stored = {
-                "weight_packed": Stored((rows, -(-inputs // _per_number(found))), (torch.int32,)),
+                "weight_packed": Stored((rows, -(-inputs // _per_number(format))), (torch.int32,)),
                 "weight_scale": Stored((rows, groups), SCALES),
                 "weight_shape": Stored((2,), (torch.int64, torch.int32), required=False),
             }
-            if isinstance(found, Int4) and not found.symmetric:
+            if isinstance(format, Int4) and not format.symmetric:
                 stored["weight_zero_point"] = Stored((-(-rows // 8), groups), (torch.int32,))
-            if isinstance(found, Int4):
-                stored["weight_g_idx"] = Stored((inputs,), (torch.int32, torch.int64), required=found.act_order)
+            if isinstance(format, Int4):
+                stored["weight_g_idx"] = Stored((inputs,), (torch.int32, torch.int64), required=format.act_order)
         else:
-            dtype = torch.int8 if isinstance(found, Int8) else torch.float8_e4m3fn
-            one = isinstance(found, Fp8) and found.scales == "tensor"
+            dtype = torch.int8 if isinstance(format, Int8) else torch.float8_e4m3fn
+            one = isinstance(format, Fp8) and format.scales == "tensor"
             stored = {
                 "weight": Stored((rows, inputs), (dtype,)),
                 "weight_scale": Stored((1,) if one else (rows, 1), SCALES),
             }
-        static = found.activations is not None and found.activations.static
+        static = format.activations is not None and format.activations.static
         if static:
             stored["input_scale"] = Stored((1,), SCALES)
         anything = Stored(None, (*SCALES, *NUMBERS), required=False)
@@ -143,24 +143,24 @@ class CompressedTensors(Layout):
         return dict.fromkeys(unused, anything) | stored
 
     def codes(self, module: str, inputs: int, tensors: Mapping[str, Tensor]) -> Codes:
-        found = self._group(module)[0]
-        if isinstance(found, Sparse):
+        format = self._group(module)[0]
+        if isinstance(format, Sparse):
             return bitmask.codes(module, inputs, tensors)
-        _check_zero_points(module, found, tensors)
-        if isinstance(found, Fp4):
-            return _fp4_codes(module, found, tensors)
+        _check_zero_points(module, format, tensors)
+        if isinstance(format, Fp4):
+            return _fp4_codes(module, format, tensors)
         scales = tensors["weight_scale"]
         if "weight" in tensors:
             return Codes(tensors["weight"], scales.view(-1, 1))
         packed = tensors["weight_packed"]
-        if not isinstance(found, Int4):
+        if not isinstance(format, Int4):
             return Codes(unpack_numbers(packed, bits=8)[:, :inputs], scales)
-        zeros = None if found.symmetric else tensors["weight_zero_point"]
+        zeros = None if format.symmetric else tensors["weight_zero_point"]
         rows = None if zeros is None else unpack_numbers(zeros.t()).t()[: len(packed)]
         codes = Codes(unpack_numbers(packed)[:, :inputs], scales, rows)
         if (groups := tensors.get("weight_g_idx")) is None:
             return codes
-        if not found.act_order:
+        if not format.act_order:
             usual = group_of_each(inputs, scales.shape[1])
             if not ((groups == -1).all() or groups.equal(usual.to(groups.dtype))):  # -1: none, as the library fills it
                 raise ConfigError(f"{module}.weight_g_idx has an order of its own, but actorder is not group")
@@ -255,17 +255,17 @@ def _exactly(modules: Iterable[str]) -> list[str]:
     return [f"re:{re.escape(module)}$" for module in modules]
 
 
-def _checked_packing(given: Any, format: Format) -> str:
+def _checked_packing(packing: Any, format: Format) -> str:
     """Return how a format is stored, as the file says. Raises ConfigError for a packing that is not read."""
     usual = INT8 if isinstance(format, Int8) else _USUAL[type(format)]
     known = {INT8: (INT8, NAIVE, PACKED), FLOAT: (FLOAT, NAIVE)}.get(usual, (usual,))
-    if given in (None, MIXED):
+    if packing in (None, MIXED):
         return usual
-    if given not in known:
+    if packing not in known:
         raise ConfigError(
-            f"format {shown(given)} of {format.name} weights is not supported; supported for them: {', '.join(known)}"
+            f"format {shown(packing)} of {format.name} weights is not supported; supported for them: {', '.join(known)}"
         )
-    return str(given)
+    return str(packing)
 
 
 def _refuse_extras(config: Mapping[str, Any]) -> None:
@@ -275,9 +275,9 @@ def _refuse_extras(config: Mapping[str, Any]) -> None:
     if not isinstance(scheme := config.get("kv_cache_scheme") or {}, dict):
         raise ConfigError(f"kv_cache_scheme must be an object or null, not {shown(scheme)}")
     for field in ("transform_config", "sparsity_config"):
-        given = config.get(field)
-        if given is not None and not isinstance(given, dict):
-            raise ConfigError(f"{field} must be an object or null, not {shown(given)}")
+        value = config.get(field)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{field} must be an object or null, not {shown(value)}")
     if (config.get("transform_config") or {}).get("config_groups") not in (None, {}):
         raise ConfigError("online transforms (transform_config) are not supported")
 
@@ -341,7 +341,7 @@ def _format(group: Mapping[str, Any]) -> Format:
 
 @dataclass(frozen=True)
 class _SparseModules:
-    """What a `sparsity_config` says."""
+    """The content of a `sparsity_config`."""
 
     format: Sparse
     targets: list[str]
@@ -402,16 +402,16 @@ def _fp4_codes(module: str, format: Fp4, tensors: Mapping[str, Tensor]) -> Codes
 
 def _act_order(weights: Mapping[str, Any]) -> bool:
     """Return whether groups consist of any inputs ("weight" only names how codes were found)."""
-    given = weights.get("actorder")
-    if given not in (None, False, "weight", "static", True, "group", "dynamic"):
-        raise ConfigError(f"actorder must be group, weight or null, not {shown(given)}")
-    return given in (True, "group", "dynamic")
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static", True, "group", "dynamic"):
+        raise ConfigError(f"actorder must be group, weight or null, not {shown(order)}")
+    return order in (True, "group", "dynamic")
 
 
 def _strategy(config: Mapping[str, Any]) -> Any:
     """Return which numbers share a scale. If it is not given, the size of groups says so."""
-    if (given := config.get("strategy")) is not None:
-        return given
+    if (strategy := config.get("strategy")) is not None:
+        return strategy
     size = config.get("group_size")
     return "tensor" if size is None else "channel" if size == -1 else "group"
 
@@ -441,11 +441,11 @@ def _is_embedding(module: str) -> bool:
 
 def _names(config: Mapping[str, Any], field: str) -> list[str]:
     """Names and patterns of modules."""
-    found = names({field: config[field]} if config.get(field) is not None else {}, field)
-    for name in found:
+    listed = names({field: config[field]} if config.get(field) is not None else {}, field)
+    for name in listed:
         if name.startswith("re:"):
             pattern(name, field, "re:")
-    return found
+    return listed
 
 
 def _names_it(targets: Iterable[str], module: str) -> bool:

@@ -8,15 +8,15 @@ from minillm.errors import ConfigError
 from minillm.values import as_int, shown
 
 
-def gather(found: Mapping[str, Mapping[str, Any]], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def gather(configs: Mapping[str, Mapping[str, Any]], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """The value of each field that is given; null counts as absent.
 
-    found: where a configuration was read -> its fields. names: a field -> its names in the files. Raises ConfigError if
-    a field has two values.
+    configs: where a configuration was read -> its fields. names: a field -> its names in the files. Raises ConfigError
+    if a field has two values.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    for place, config in found.items():
+    for file, config in configs.items():
         for field, aliases in names.items():
             for name in aliases:
                 value = config.get(name)
@@ -24,11 +24,11 @@ def gather(found: Mapping[str, Mapping[str, Any]], names: Mapping[str, tuple[str
                     continue
                 if field in values and _comparable(values[field]) != _comparable(value):
                     raise ConfigError(
-                        f"{name} is {shown(value)} in {place}, but {origin[field]} has {shown(values[field])}: correct "
+                        f"{name} is {shown(value)} in {file}, but {origin[field]} has {shown(values[field])}: correct "
                         "the one that is wrong"
                     )
                 values.setdefault(field, value)
-                origin.setdefault(field, f"{name} in {place}")
+                origin.setdefault(field, f"{name} in {file}")
     return values
 
 
@@ -39,38 +39,38 @@ def _comparable(value: Any) -> Any:
 
 
 def flag(config: Mapping[str, Any], field: str, default: bool) -> bool:
-    given = config.get(field, default)
-    if not isinstance(given, bool):
-        raise ConfigError(f"{field} must be true or false, not {shown(given)}")
-    return given
+    value = config.get(field, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{field} must be true or false, not {shown(value)}")
+    return value
 
 
 def group_size(config: Mapping[str, Any], lowest: int = 1) -> int:
     """The inputs of a group; lowest=-1 allows -1, all inputs."""
-    given = config.get("group_size")
-    size = as_int(given)
+    value = config.get("group_size")
+    size = as_int(value)
     if size is None or size < lowest or size == 0:
         raise ConfigError(
             f"group_size must be a whole number from 1{' or -1 for all inputs' if lowest < 0 else ''}, "
-            f"not {shown(given)}"
+            f"not {shown(value)}"
         )
     return size
 
 
 def names(config: Mapping[str, Any], field: str) -> list[str]:
-    given = config.get(field, [])
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"{field} must be a list of names, not {shown(given)}")
-    return given
+    value = config.get(field, [])
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{field} must be a list of names, not {shown(value)}")
+    return value
 
 
-def pattern(given: str, field: str, *prefixes: str) -> re.Pattern[str]:
+def pattern(text: str, field: str, *prefixes: str) -> re.Pattern[str]:
     """A pattern after one of the prefixes."""
-    prefix = next((each for each in prefixes if given.startswith(each)), "")
+    prefix = next((each for each in prefixes if text.startswith(each)), "")
     try:
-        return re.compile(given.removeprefix(prefix))
+        return re.compile(text.removeprefix(prefix))
     except re.error as error:
-        raise ConfigError(f"{field}: {shown(given)} is no pattern ({error})") from None
+        raise ConfigError(f"{field}: {shown(text)} is no pattern ({error})") from None
 
 
 def check_groups(size: int, inputs: int, module: str) -> None:

@@ -57,7 +57,7 @@ ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # 1 in every code of a number
 
 @dataclass(frozen=True)
 class GptqSettings:
-    """How a module is quantized."""
+    """Says how a module is quantized."""
 
     bits: int
     group_size: int  # -1: all inputs
@@ -73,10 +73,10 @@ class GptqSettings:
 
 
 class Gptq(Layout):
-    """The layout that GPTQ configurations describe. found: where each was read -> its fields. Raises ConfigError."""
+    """The layout that GPTQ configurations describe. configs: where each was read -> its fields. Raises ConfigError."""
 
-    def __init__(self, found: Mapping[str, Mapping[str, Any]]):
-        config = gather(found, FIELDS)
+    def __init__(self, configs: Mapping[str, Mapping[str, Any]]):
+        config = gather(configs, FIELDS)
         stored = config.get("checkpoint_format", "gptq")
         if stored not in ("gptq", "gptq_v2") or flag(config, "is_marlin_format", False):
             raise ConfigError(
@@ -142,17 +142,17 @@ class Gptq(Layout):
         check_no_bias(module, tensors.get("bias"))
         settings, scales = self._of(module), tensors["scales"].t()
         codes = unpack_numbers(tensors["qweight"].t(), settings.bits)[:, :inputs]
-        found = Codes(codes, scales, self._zeros(module, settings, tensors["qzeros"], len(codes)))
+        stored = Codes(codes, scales, self._zeros(module, settings, tensors["qzeros"], len(codes)))
         groups, neighbors = tensors.get("g_idx"), group_of_each(inputs, scales.shape[1])
         if groups is None or groups.equal(neighbors.to(groups.dtype)):
-            return found
+            return stored
         if not settings.act_order:
             raise ConfigError(
                 f"{module}.g_idx assigns inputs to groups in an order of their own, but desc_act is false: set it to "
                 "true in the quantization's configuration"
             )
         try:
-            return in_group_order(found, groups)
+            return in_group_order(stored, groups)
         except ConfigError as error:
             raise ConfigError(f"{module}.g_idx: {error}") from None
 
@@ -167,24 +167,24 @@ class Gptq(Layout):
         return unpack_numbers(numbers, settings.bits)[:, :rows].t()
 
 
-def _flattened(given: Any) -> list[str]:
+def _flattened(modules: Any) -> list[str]:
     """Names of a block's modules, in a list of lists or in one list."""
-    nested = given if isinstance(given, list) else [given]
+    nested = modules if isinstance(modules, list) else [modules]
     flat = [name for each in nested for name in (each if isinstance(each, list) else [each])]
     return names({"modules_in_block_to_quantize": flat}, "modules_in_block_to_quantize")
 
 
-def _rules(given: Any, config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], GptqSettings | None]]:
+def _rules(dynamic: Any, config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], GptqSettings | None]]:
     """Patterns of module names with their settings; None: these modules are not quantized."""
-    if not isinstance(given, dict):
-        raise ConfigError(f"dynamic must be an object of patterns, not {shown(given)}")
-    found: list[tuple[re.Pattern[str], GptqSettings | None]] = []
-    for rule, values in given.items():
+    if not isinstance(dynamic, dict):
+        raise ConfigError(f"dynamic must be an object of patterns, not {shown(dynamic)}")
+    rules: list[tuple[re.Pattern[str], GptqSettings | None]] = []
+    for rule, values in dynamic.items():
         name = pattern(rule, "dynamic", "-:", "+:")
         if not isinstance(values, dict):
             raise ConfigError(f"dynamic: {shown(rule)} must have an object of fields, not {shown(values)}")
         try:
-            found.append((name, None if rule.startswith("-:") else GptqSettings.of({**config, **values})))
+            rules.append((name, None if rule.startswith("-:") else GptqSettings.of({**config, **values})))
         except ConfigError as error:
             raise ConfigError(f"dynamic: {shown(rule)}: {error}") from None
-    return found
+    return rules

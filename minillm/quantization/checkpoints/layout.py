@@ -1,4 +1,4 @@
-"""What a checkpoint's layout of quantized tensors defines.  Lesson 06."""
+"""The interface of a checkpoint's layout of quantized tensors.  Lesson 06."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Stored:
 
 
 class Layout(Protocol):
-    """How one kind of checkpoint stores quantized matrices. A module is one matrix, as "model.layers.0.mlp.up_proj"."""
+    """One kind of checkpoint's way to store quantized matrices. A module is one, as "model.layers.0.mlp.up_proj"."""
 
     def format(self, module: str, inputs: int) -> Format:
         """A module's format; `Dense()` if it is not quantized. Raises ConfigError for a format without support."""

@@ -65,11 +65,11 @@ CACHES = ("FP8", "INT8", "NVFP4")
 class ModelOpt(Layout):
     """The layout that Model Optimizer's configurations describe.
 
-    found: where each was read -> its fields. Raises ConfigError.
+    configs: where each was read -> its fields. Raises ConfigError.
     """
 
-    def __init__(self, found: Mapping[str, Mapping[str, Any]]):
-        config = gather({place: _flat(each) for place, each in found.items()}, FIELDS)
+    def __init__(self, configs: Mapping[str, Mapping[str, Any]]):
+        config = gather({file: _flat(each) for file, each in configs.items()}, FIELDS)
         if (cache := config.get("kv_cache_quant_algo")) not in (None, *CACHES):
             raise ConfigError(f"kv_cache_quant_algo must be one of {', '.join(CACHES)} or null, not {shown(cache)}")
         self.excluded = names(config, "exclude_modules")
@@ -96,17 +96,17 @@ class ModelOpt(Layout):
         return self.all or self.layers.get(module)
 
     def format(self, module: str, inputs: int) -> Format:
-        found = self._of(module)
-        if found is None:
+        own = self._of(module)
+        if own is None:
             return Dense()
-        if isinstance(found[1], Int4):
-            check_groups(found[1].group_size, inputs, module)
-        return found[1]
+        if isinstance(own[1], Int4):
+            check_groups(own[1].group_size, inputs, module)
+        return own[1]
 
     def tensors(self, module: str, rows: int, inputs: int) -> dict[str, Stored]:
-        found = self._of(module)
-        assert found is not None  # callers ask only for quantized modules
-        algorithm, format = found
+        own = self._of(module)
+        assert own is not None  # callers ask only for quantized modules
+        algorithm, format = own
         if isinstance(format, Int4):
             stored = {
                 "weight": Stored((-(-rows // 2), inputs), (torch.uint8,)),

@@ -40,10 +40,10 @@ def check_zero_points_are(symmetric: tuple[int, ...], zeros: Tensor, module: str
 
     zeros, symmetric: as the signed codes are; stored: what a file adds to them.
     """
-    found = zeros.unique().tolist()
-    if len(found) != 1 or found[0] not in symmetric:
+    levels = zeros.unique().tolist()
+    if len(levels) != 1 or levels[0] not in symmetric:
         wanted = " or all ".join(str(each + stored) for each in symmetric)
-        values = ", ".join(str(each + stored) for each in found[:4]) + (", ..." if len(found) > 4 else "")
+        values = ", ".join(str(each + stored) for each in levels[:4]) + (", ..." if len(levels) > 4 else "")
         raise ConfigError(
             f"{module}.qzeros has zero points {values}, but the configuration calls the weights symmetric, which "
             f"makes them all {wanted}: correct the configuration, or copy the file again"

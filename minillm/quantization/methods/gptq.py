@@ -23,7 +23,7 @@ DAMPING = 0.01  # share of the mean diagonal that is added to it
 
 @dataclass(frozen=True)
 class Compensation:
-    """How errors spread to the inputs that follow. It depends on the inputs only, so weights that share them share it.
+    """Spreads errors to the inputs that follow. It depends on the inputs only, so weights that share them share it.
 
     act_order: whether the inputs with the largest second moments come first
     """

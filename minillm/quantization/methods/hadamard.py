@@ -65,10 +65,10 @@ def _factors(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
 
 
 def _sylvester(order: int) -> Tensor:
-    found = torch.ones(1, 1, dtype=torch.float64)
-    while len(found) < order:
-        found = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), found)
-    return found
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < order:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return matrix
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""What calibration records about the inputs of one product.  Lesson 06."""
+"""Record statistics about the inputs of one product, for calibration.  Lesson 06."""
 
 from dataclasses import dataclass, field
 
@@ -53,11 +53,11 @@ class InputStatistics:
 
     def scaled(self, scales: Tensor) -> "InputStatistics":
         """The statistics of x / scales, scales [in]."""
-        found = InputStatistics(self.inputs, self.device, self.dtype, self.rows)
-        found.second_moment = self.second_moment / scales[:, None] / scales
-        found.magnitude, found.largest = self.magnitude / scales, self.largest / scales
-        found.samples = [rows / scales for rows in self.samples]
-        return found
+        scaled = InputStatistics(self.inputs, self.device, self.dtype, self.rows)
+        scaled.second_moment = self.second_moment / scales[:, None] / scales
+        scaled.magnitude, scaled.largest = self.magnitude / scales, self.largest / scales
+        scaled.samples = [rows / scales for rows in self.samples]
+        return scaled
 
 
 def output_error(difference: Tensor, second_moment: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class EngineRoom:
 def _rows(snapshot: Snapshot) -> list[dict]:
     columns = (snapshot.rows, snapshot.computed, snapshot.confirmed, snapshot.prompt, snapshot.limit)
     numbers = zip(*(column.tolist() for column in columns), strict=True)
-    found = zip(snapshot.ids, snapshot.phases(), snapshot.blocks_held(), numbers, strict=True)
+    entries = zip(snapshot.ids, snapshot.phases(), snapshot.blocks_held(), numbers, strict=True)
     return [
         {
             "id": name if len(name) <= SHOWN else name[: SHOWN - 1] + "…",
@@ -114,5 +114,5 @@ def _rows(snapshot: Snapshot) -> list[dict]:
             "limit": limit,
             "blocks": blocks,
         }
-        for name, phase, blocks, (row, computed, tokens, prompt, limit) in found
+        for name, phase, blocks, (row, computed, tokens, prompt, limit) in entries
     ]

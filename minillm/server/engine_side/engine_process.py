@@ -21,6 +21,7 @@ from ..limits import BEAT
 if TYPE_CHECKING:
     from minillm.engine.async_llm import AsyncLLM
 
+    from .adapter_loader import Changes
     from .hub import Hub
 
 log = logging.getLogger(__name__)
@@ -40,17 +41,20 @@ def run(
     name: str | None,
     engine: EngineOptions,
     config: ServerConfig,
+    adapters: "Changes | None" = None,
 ) -> None:
     """Serve the workers whose connections the owner sends, until it says stop or the engine fails.
 
-    engine: `EngineConfig`'s fields. config: the server's.
+    engine: `EngineConfig`'s fields. config: the server's. adapters: what clients of the engine before this one have
+    loaded and unloaded.
     """
     stop = threading.Event()
     connect: list = []  # the hub's `connect`, once there is a hub
 
     def obey(message: dict) -> None:
         if message["op"] == "worker":
-            connect[0](message["socket"])
+            left = {"op": "left", "id": message.get("id")}
+            connect[0](message["socket"], lambda: owner.send(left))
         else:
             stop.set()
 
@@ -65,7 +69,8 @@ def run(
 
         engine = profiles.apply(model, profile, engine)
     llm = AsyncLLM(model, **engine)
-    hub = Hub(llm, name or llm.name, config)
+    hub = Hub(llm, name or llm.name, config, lambda changes: owner.send({"op": "adapters", "changes": changes}))
+    hub.loader.restore(adapters or {})
     connect.append(hub.connect)
     with garbage.frozen():
         owner.send({"op": "ready", "model": name or llm.name, "counted": hub.counted()})
@@ -94,12 +99,12 @@ def _watch(owner: Control, llm: "AsyncLLM", hub: "Hub", stop: threading.Event) -
 
 
 def main() -> None:
-    given = control.given()
-    options = pickle.loads(base64.b64decode(given["options"]))  # from the process that started this one
+    arguments = control.arguments()
+    options = pickle.loads(base64.b64decode(arguments["options"]))  # from the process that started this one
     logs.set_up(options["config"].log_format, options["config"].log_level)
-    owner = given["control"]
+    owner = arguments["control"]
     try:
-        run(owner, **options)
+        run(owner, **options, adapters=arguments.get("adapters"))
     except Exception as error:
         from minillm.errors import MinillmError
 

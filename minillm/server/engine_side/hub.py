@@ -14,12 +14,15 @@ from contextlib import suppress
 from dataclasses import replace
 
 from minillm.engine.async_llm import AsyncLLM
+from minillm.errors import ConfigError
+from minillm.values import shown
 
 from ..config import ServerConfig, digest
 from ..engine_room.state import EngineRoom
 from ..ledger import Families
 from ..token_texts import TokenTexts
 from ..wire import EngineFacts, Hello
+from .adapter_loader import AdapterLoader, Changes
 from .admission import Admission
 from .line import Line, Shared, SocketLine
 from .metrics import Metrics, cache_facts
@@ -31,17 +34,31 @@ class Hub:
     """Connects an engine to its workers.
 
     An engine that is busy with the same step for longer than config.hang_timeout counts as stuck, and not as ready.
+    adapters_changed: told what clients have loaded and unloaded: see `AdapterLoader`. Raises ConfigError for an adapter
+    that has the model's name, since requests that give it would get the model.
     """
 
-    def __init__(self, engine: AsyncLLM, name: str, config: ServerConfig = ServerConfig()):
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        name: str,
+        config: ServerConfig = ServerConfig(),
+        adapters_changed: Callable[[Changes], object] = lambda changes: None,
+    ):
+        if name in engine.adapters:
+            raise ConfigError(
+                f"adapter {shown(name)} has the name of the model: give it another, or set --served-model-name"
+            )
         self.engine, self.config = engine, config
         self.lines: set[Line] = set()
         rows = engine.config.max_num_seqs
         self.admission = Admission(rows, config, self.lines)
         self.metrics = Metrics(name, engine.max_model_len, cache_facts(engine))
-        self.room = EngineRoom(engine, self.metrics, self.soon)
+        self.engine_room = EngineRoom(engine, self.metrics, self.soon)
         texts, compiler = TokenTexts(engine.tokenizer), ThreadPoolExecutor(1, thread_name_prefix="minillm-grammars")
-        self.shared = Shared(engine, config, self.admission, self.metrics, self.room, texts, compiler, self.soon)
+        self.loader = AdapterLoader(engine, config.adapter_folder, config.max_adapters, adapters_changed)
+        parts = self.admission, self.metrics, self.engine_room, texts, compiler, self.loader
+        self.shared = Shared(engine, config, *parts, self.soon)
         directory = engine.tokenizer_directory
         # Whether all text is encoded and decoded here: workers cannot load a tokenizer that was passed as an object.
         self.reads_text = engine.tokenizer is not None and directory is None
@@ -56,8 +73,14 @@ class Hub:
             capacity=self.admission.capacity.choices,
             config=replace(config, api_key=None),
             api_key=digest(config.api_key),
+            hidden_size=engine.model_config.hidden_size,
             block_size=engine.config.block_size,
             prefix_blocks=_prefix_blocks(engine),
+            takes_adapters=engine.config.adapter_slots > 0
+            or bool(engine.adapters)
+            or config.adapter_folder is not None,
+            adapters=engine.engine.adapters.loads,
+            cache_dtype=engine.engine.facts.kv_cache_dtype,
         )
         self.hello = Hello(self.facts, str(directory.resolve()) if directory else None)
         self._selector = selectors.DefaultSelector()
@@ -69,9 +92,12 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="minillm-hub", daemon=True)
         self._thread.start()
 
-    def connect(self, sock: socket.socket) -> SocketLine:
-        """Start exchanging messages with a worker at the other end of a socket."""
-        line = SocketLine(self.shared, self.reads_text, sock, self._want_write)
+    def connect(self, sock: socket.socket, closed: Callable[[], object] = lambda: None) -> SocketLine:
+        """Start exchanging messages with a worker at the other end of a socket.
+
+        closed: called on the hub's thread once that connection is closed.
+        """
+        line = SocketLine(self.shared, self.reads_text, sock, self._want_write, closed)
         line.send(self.hello)
         self.soon(lambda: self._listen(line))
         return line
@@ -100,6 +126,7 @@ class Hub:
         self.soon(lambda: None)
         self._thread.join()
         self.shared.compiler.shutdown(cancel_futures=True)
+        self.loader.close()
 
     def soon(self, task: Callable[[], None]) -> None:
         """Run `task` on the hub's thread."""
@@ -119,22 +146,23 @@ class Hub:
                 line = key.data
                 if line is None:
                     self._woken.recv(4096)
-                    while self._tasks:
-                        self._run_task(self._tasks.pop(0))
+                    self._run_tasks()
                     continue
                 if not self._serve(line, events):
                     self._drop(line)
+        self._run_tasks()  # a connection that has just come is closed with the others
         for line in list(self.lines):
             self._drop(line)
         self._selector.close()
         self._woken.close()
         self._wake.close()
 
-    def _run_task(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        except Exception:  # it must not end the thread, which serves everyone
-            log.exception("an operation of the server failed")
+    def _run_tasks(self) -> None:
+        while self._tasks:
+            try:
+                self._tasks.pop(0)()
+            except Exception:  # it must not end the thread, which serves everyone
+                log.exception("an operation of the server failed")
 
     def _serve(self, line: SocketLine, events: int) -> bool:
         """Do the reads and writes that are ready; return False if the connection is closed or broken."""

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,18 +16,20 @@ import numpy as np
 
 from minillm import overrides
 from minillm.engine.async_llm import AsyncLLM, Prepared
-from minillm.errors import InvalidRequest, MissingPackage, naming
+from minillm.errors import InvalidRequest, MissingPackage, RankFailed, naming
+from minillm.prompts import EmbeddedPrompt
 from minillm.request import NOT_NUMBERS, Delta, RequestOptions, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 
 from ..config import ServerConfig
 from ..engine_room.state import EngineRoom
-from ..lengths import TooLong, one_of, room
-from ..limits import retry_after
+from ..lengths import TooLong, check_length, one_of
+from ..limits import LOADED_SOON, retry_after
 from ..token_texts import TokenTexts
 from ..wire import (
     NUMBER,
     Abort,
+    Adapters,
     Alive,
     Ask,
     Decode,
@@ -38,6 +40,7 @@ from ..wire import (
     Failure,
     FromEngine,
     Gauges,
+    LoadAdapter,
     MalformedMessage,
     Message,
     MessageDecoder,
@@ -51,9 +54,11 @@ from ..wire import (
     State,
     Stopped,
     Submit,
+    UnloadAdapter,
     encode,
     numbers_of,
 )
+from .adapter_loader import AdapterLoader, TooManyLoads
 from .admission import Admission
 from .metrics import Metrics
 from .waiting import Seen
@@ -83,18 +88,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the lines to all workers share. soon: runs a function on the hub's thread.
+    """Shared by the lines to all workers. soon: runs a function on the hub's thread.
 
-    compiler: compiles grammars, so that neither the hub's thread nor the engine's waits for them.
+    compiler: compiles grammars, so that neither the hub's thread nor the engine's waits for them. loader: the same for
+    adapters.
     """
 
     engine: AsyncLLM
     config: ServerConfig
     admission: Admission
     metrics: Metrics
-    room: EngineRoom
+    engine_room: EngineRoom
     texts: TokenTexts
     compiler: ThreadPoolExecutor
+    loader: AdapterLoader
     soon: Callable[[Callable[[], None]], None]
 
 
@@ -129,7 +136,8 @@ class Line(ABC):
             first, job.last = not job.last, now
             if isinstance(delta, Exception):
                 self._forget(job.key)
-                events.append(Event(job.key, [], failure=Failure("failed", str(delta) or type(delta).__name__)))
+                kind = "lost" if isinstance(delta, RankFailed) else "failed"
+                events.append(Event(job.key, [], failure=Failure(kind, str(delta) or type(delta).__name__)))
             elif first or self.reads_text or delta.logprobs or delta.finish_reason or len(delta.token_ids) != 1:
                 events.append(self._event(job, delta))
             else:
@@ -247,7 +255,12 @@ class Line(ABC):
                     numbers = numbers_of(np.concatenate(ids).tolist())
                     self.send(Encoded(message.key, [len(each) for each in ids], message.n, numbers))
                 options = RequestOptions(**message.options)
-                self._start(message.key, ids, shared.choices(message.n), options, client, message.stops)
+                model, dtype = self.engine.model_config, self.engine.dtype
+                prompts = [
+                    form.embedded(each, model.hidden_size, dtype)
+                    for form, each in zip(message.prompts, ids, strict=True)
+                ]
+                self._start(message.key, prompts, shared.choices(message.n), options, client, message.stops)
             except Exception as error:
                 self.send(Refused(message.key, choices, _failure(error)))
 
@@ -290,25 +303,25 @@ class Line(ABC):
         self, numbers: array, prompts: list[PromptForm], params: SamplingParams
     ) -> tuple[list[np.ndarray], bool]:
         """Return the token ids of each prompt, and whether any prompt was encoded here."""
-        left, found, encoded = np.asarray(numbers), [], False
+        left, ids_of_all, encoded = np.asarray(numbers), [], False
         tokenizer = self.engine.tokenizer
         own = any(each.text is not None for each in prompts) and overrides.replaced("bpe_merge")
-        for place, each in enumerate(prompts):
+        for index, each in enumerate(prompts):
             length = each.length or 0
             ids, left = left[:length], left[length:]
             if tokenizer is not None and each.text is not None and (own or each.length is None):
-                with naming("prompt", place, len(prompts)):
+                with naming("prompt", index, len(prompts)):
                     ids = np.array(tokenizer.encode(each.text, add_special_tokens=each.special), np.int64)
-                name, least = one_of(len(prompts), place), int(params.max_tokens != 0)
-                room(len(ids), self.engine.max_request_len, name, least)
+                name, least = one_of(len(prompts), index), int(params.max_tokens != 0)
+                check_length(len(ids), self.engine.max_request_len, name, least)
                 encoded = True
-            found.append(ids)
-        return found, encoded
+            ids_of_all.append(ids)
+        return ids_of_all, encoded
 
     def _start(
         self,
         key: int,
-        prompts: list[np.ndarray],
+        prompts: Sequence[np.ndarray | EmbeddedPrompt],
         params: list[SamplingParams],
         options: RequestOptions,
         client: str | None,
@@ -319,12 +332,12 @@ class Line(ABC):
         params: one for each choice of a prompt; the engine has already checked the values that they share.
         """
         jobs: list[Job] = []
-        for place, ids in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             for each in params:
                 job = Job(key + len(jobs), client, stops)
-                with naming("prompt", place, len(prompts)):
+                with naming("prompt", index, len(prompts)):
                     job.prepared = self.engine.prepare(
-                        ids, each, self, job, options=options, wants_text=self.reads_text, checked=True
+                        prompt, each, self, job, options=options, wants_text=self.reads_text, checked=True
                     )
                 jobs.append(job)
         for _ in prompts:
@@ -360,7 +373,13 @@ class Line(ABC):
             case Gauges():
                 return {"alive": self._alive, "families": self.shared.metrics.gauges(self.engine.stats())}
             case State():
-                return self.shared.room.state()
+                return self.shared.engine_room.state()
+            case Adapters():
+                return self.engine.adapters
+            case LoadAdapter(name, directory):
+                return self.shared.loader.load(name, directory)
+            case UnloadAdapter(name):
+                return self.shared.loader.unload(name)
             case RenderChat(messages):
                 return self._tokenizer.apply_chat_template(messages)
             case Encode(text, special):
@@ -388,6 +407,7 @@ class SocketLine(Line):
     """A worker behind a socket.
 
     want_write: called on the hub's thread with whether `flush` is to be called once the socket can be written to.
+    closed: called on the hub's thread once the connection is closed.
     """
 
     def __init__(
@@ -396,9 +416,10 @@ class SocketLine(Line):
         reads_text: bool,
         sock: socket.socket,
         want_write: Callable[["SocketLine", bool], None],
+        closed: Callable[[], object] = lambda: None,
     ):
         super().__init__(shared, reads_text)
-        self.sock, self._want_write = sock, want_write
+        self.sock, self._want_write, self._closed = sock, want_write, closed
         sock.setblocking(False)
         self._decoder = MessageDecoder()
         self._unsent = bytearray()
@@ -448,6 +469,7 @@ class SocketLine(Line):
         with self._lock:
             self.sock.close()  # first: the worker must not take what is aborted for the ends of its answers
         super().close()
+        self._closed()
 
 
 def _failure(error: Exception) -> Failure:
@@ -456,4 +478,6 @@ def _failure(error: Exception) -> Failure:
         return Failure("too_long", message)
     if isinstance(error, MissingPackage):
         return Failure("missing", message)
+    if isinstance(error, TooManyLoads):
+        return Failure("busy", message, LOADED_SOON)
     return Failure("invalid" if isinstance(error, (InvalidRequest, TokenizerError)) else "failed", message)

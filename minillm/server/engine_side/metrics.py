@@ -185,7 +185,8 @@ def _text(name: str) -> str:
 
 def _round_numbers(most: int) -> list[int]:
     """Return 1, 2, 5, 10, 20 and so on, up to `most`."""
-    return [found for exponent in range(len(str(most))) for each in (1, 2, 5) if (found := each * 10**exponent) <= most]
+    numbers = (each * 10**exponent for exponent in range(len(str(most))) for each in (1, 2, 5))
+    return [number for number in numbers if number <= most]
 
 
 class Tally:

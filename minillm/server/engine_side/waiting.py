@@ -25,7 +25,7 @@ REFRESH = 0.5  # seconds until the queue is played through again: a few ms with 
 
 
 class Seen(NamedTuple):
-    """What is known of a choice that runs or waits. Times are seconds on the clock of `Pace`."""
+    """The facts about a choice that runs or waits. Times are seconds on the clock of `Pace`."""
 
     limit: int  # most tokens of its answer
     certain: bool = False  # whether only the limit can end it
@@ -103,8 +103,8 @@ class Pace:
         lengths = self._lengths(ends, tokens[runs & (certain == 0)], now, per_token)
 
         def seconds(tokens: np.ndarray) -> np.ndarray:
-            found = tokens if lengths is None else lengths.beyond(tokens)
-            return per_token * (np.where(certain, limit, np.minimum(found, limit)) - tokens)
+            length = tokens if lengths is None else lengths.beyond(tokens)
+            return per_token * (np.where(certain, limit, np.minimum(length, limit)) - tokens)
 
         left = (seconds(tokens) + np.where(decodes, 0, prefill))[runs].tolist()
         whole = seconds(np.zeros_like(tokens)) + prefill
@@ -156,9 +156,9 @@ class _Lengths:
             return np.full(len(tokens), np.inf)
         chances = np.append(0.0, self._chances)[np.searchsorted(self._ends, tokens, side="right")]
         chances = chances + np.log(_mixed((np.arange(len(tokens)) + 0.5) / max(len(tokens), 1)))
-        place = np.searchsorted(-self._chances, -chances)
+        index = np.searchsorted(-self._chances, -chances)
         longer = np.maximum(self._ends[-1], tokens) + (self._chances[-1] - chances) / self._rate
-        return np.where(place < len(self._ends), np.append(self._ends, 0.0)[place], longer)
+        return np.where(index < len(self._ends), np.append(self._ends, 0.0)[index], longer)
 
 
 def _columns(rows: Iterable[Seen | _End]) -> np.ndarray:

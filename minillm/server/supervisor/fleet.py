@@ -32,7 +32,7 @@ class ServerFailed(MinillmError, RuntimeError):
 
 @dataclass(eq=False)
 class Worker:
-    """One worker process. slot: its place in `Shares`; failures: failed starts in a row before it."""
+    """One worker process. slot: its index in `Shares`; failures: failed starts in a row before it."""
 
     child: Child
     slot: int
@@ -46,7 +46,7 @@ class Workers:
     """The worker processes of a server. One that dies is replaced; one that fails to start is retried a few times.
 
     grace: seconds for requests in flight to finish when the server stops. hang_timeout: seconds without a report after
-    which a worker is killed, and so replaced. module: what a worker runs; given: values for it. startup: seconds for
+    which a worker is killed, and so replaced. module: what a worker runs, with these arguments. startup: seconds for
     the workers to start.
     """
 
@@ -57,17 +57,17 @@ class Workers:
         grace: float,
         hang_timeout: float,
         module: str = "minillm.server.worker.worker",
-        given: dict[str, Any] | None = None,
+        arguments: dict[str, Any] | None = None,
         startup: float = STARTUP,
     ):
         self.listener, self.count, self.grace, self.hang_timeout = listener, count, grace, hang_timeout
-        self._module, self._given, self._startup = module, given or {}, startup
+        self._module, self._arguments, self._startup = module, arguments or {}, startup
         self.running: list[Worker] = []
         self.ledger = Ledger()
         self._connect: Callable[[socket.socket], object] | None = None
         self._reload = 0.0  # seconds from an engine's end until the next one is ready, by estimate
         self._shares = Shares.create(count) if count > 1 and sys.platform != "win32" else None
-        self._places = count  # number of workers that run or will be retried
+        self._slots = count  # number of workers that run or will be retried
         self._given_up: str | None = None  # why a worker was given up
         self._starting, self._stopping = True, False
         self._lock = threading.RLock()  # prevents launching a worker during shutdown
@@ -235,10 +235,10 @@ class Workers:
             timer.daemon = True
             timer.start()
             return
-        self._places -= 1
+        self._slots -= 1
         self._given_up = f"an HTTP worker {what}"
         self._state_changed.notify_all()
-        if not self._places:
+        if not self._slots:
             self._none_left.set()
 
     def _retry(self, failures: int) -> None:
@@ -255,11 +255,11 @@ class Workers:
 
     def _launch(self, failures: int) -> Worker:
         slot = min(set(range(self.count)) - {worker.slot for worker in self.running})
-        given, files = dict(self._given), []
+        arguments, files = dict(self._arguments), []
         if self._shares is not None:
-            given["shares"] = [self._shares.file, self._shares.count, slot]
+            arguments["shares"] = [self._shares.file, self._shares.count, slot]
             files.append(self._shares.file)
-        return Worker(Child(self._module, given, {"listener": self.listener}, files), slot, failures)
+        return Worker(Child(self._module, arguments, {"listener": self.listener}, files), slot, failures)
 
     def _link(self, worker: Worker) -> None:
         """Connect a worker to the engine, if there is one. If there is not, it will be once the engine is back."""

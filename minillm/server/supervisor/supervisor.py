@@ -33,6 +33,7 @@ class Supervisor:
         self.model = ""  # its name for clients, once the engine is ready
         self.engine: Child | None = None
         self._options = options
+        self._adapters: dict[str, str | None] = {}  # what clients have loaded and unloaded: `AdapterLoader`'s changes
         self._heard = 0.0  # when the engine last reported; only differences count
         self._began = self._loading = 0.0  # when the latest engine was started, and how long one took to be ready
         self._ready = self._stopping = False
@@ -85,7 +86,7 @@ class Supervisor:
     def _launch(self) -> None:
         """Start the engine's process, with the lock held. Raises OSError."""
         self._why, self._began = None, time.monotonic()
-        self.engine = child = Child(ENGINE, {"options": self._options})
+        self.engine = child = Child(ENGINE, {"options": self._options, "adapters": self._adapters})
         child.control.listen(lambda message: self._told(child, message), lambda: self._gone(child))
 
     # ---- on the thread that reads the engine's control socket
@@ -107,6 +108,8 @@ class Supervisor:
                         self.workers.engine_back(self._connect, self._loading)
                 case "failed":
                     self._why = message["why"]
+                case "adapters":
+                    self._adapters = message["changes"]
                 case "beat" if message["working"] > self.hang_timeout:
                     self._end_stuck(child, f"has been in the same step for {message['working']:.0f} s", "hang_timeout")
 

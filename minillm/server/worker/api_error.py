@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from minillm.errors import MinillmError
-from minillm.request import SURROGATE
+from minillm.request_values import SURROGATE
 from minillm.values import QUOTED
 
 MAX_MESSAGE = 1000  # characters in an error message, which may quote client input of any length

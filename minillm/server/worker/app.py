@@ -5,6 +5,7 @@ of them it serves several models, and a request's `model` says which one is mean
 """
 
 import asyncio
+import base64
 import itertools
 import time
 import traceback
@@ -18,16 +19,29 @@ from starlette.exceptions import HTTPException
 
 from minillm.errors import InvalidRequest
 from minillm.from_vllm.http import PATHS
+from minillm.prompts import EMBEDDED
+from minillm.prompts.saved_tensor import decoded, read_saved, saved_length
 from minillm.request import Completion, Delta, SamplingParams
 from minillm.tokenizer import Tokenizer, TokenizerError
 from minillm.values import QUOTED, shown
 from minillm.version import __version__
 
 from ..engine_room.page import add_page
-from ..lengths import one_of, readable, room
+from ..lengths import check_length, one_of, readable
 from ..limits import HEALTH
 from ..token_texts import TokenText, TokenTexts, complete_text
-from ..wire import Alive, Decode, Encode, Offsets, RenderChat, ShowTokens, State
+from ..wire import (
+    Adapters,
+    Alive,
+    Decode,
+    Encode,
+    LoadAdapter,
+    Offsets,
+    RenderChat,
+    ShowTokens,
+    State,
+    UnloadAdapter,
+)
 from . import kserve
 from .api_error import APIError
 from .body import BodyReader, Form, takes
@@ -38,12 +52,16 @@ from .link import Choice, EngineError, Prompt
 from .messages import Message, turns
 from .methods import Methods, allowed
 from .protocol import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    LoadAdapterRequest,
+    SavedTensor,
     StreamOptions,
     TokenizeRequest,
+    UnloadAdapterRequest,
     as_api_error,
 )
 from .responses import Answer, ChatForm, CompletionForm, Echo, dumps, usage
@@ -114,11 +132,12 @@ def create_app(
 
     @app.get("/v1/models")
     async def list_models() -> dict:
-        return {"object": "list", "data": [server.card for server in models.servers]}
+        return {"object": "list", "data": await models.cards()}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict:
-        return models.named(name).card
+        server, adapter = await models.chosen(name)
+        return server.card if adapter is None else server.adapter_card(adapter)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -137,7 +156,10 @@ def create_app(
         return await models.answer(request, DetokenizeRequest, lambda body: models.named(body.model).text_of(body))
 
     kserve.add_routes(app, models)
-    forms = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *kserve.FORMS)
+    forms: list[type[Body]] = [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *kserve.FORMS]
+    if config.adapter_folder is not None:
+        _add_loading(app, models)
+        forms += [LoadAdapterRequest, UnloadAdapterRequest]
     describe(app, forms, max(server.engine.facts.vocab_size for server in models.servers))
     return app
 
@@ -149,7 +171,8 @@ class _Models:
         self.servers = [_Server(engine) for engine in engines]
         self._named = {server.engine.facts.name: server for server in self.servers}
         longest = max(engine.facts.max_request_len for engine in engines)
-        self._bodies = BodyReader(longest, engines[0].facts.config.body_timeout)
+        config = engines[0].facts.config
+        self._bodies = BodyReader(longest, config.body_timeout, config.enable_prompt_embeds)
 
     async def alive(self) -> bool:
         """Return whether the engines of all models accept requests."""
@@ -165,6 +188,24 @@ class _Models:
         wrong = "this request names no model" if name is None else f"unknown model {shown(name)}"
         raise APIError(f"{wrong}: this server serves {names}", status=404, param="model", code="model_not_found")
 
+    async def chosen(self, name: str | None) -> "tuple[_Server, str | None]":
+        """Return the model of this name, or the one with the adapter of this name, and the adapter.
+
+        Raises APIError if there is neither.
+        """
+        if name is not None and name not in self._named:
+            for server in self.servers:
+                if name in await server.adapters():
+                    return server, name
+        return self.named(name), None
+
+    async def cards(self) -> list[dict]:
+        """Return the models as /v1/models lists them, each with its adapters."""
+        found = []
+        for server in self.servers:
+            found += [server.card, *map(server.adapter_card, await server.adapters())]
+        return found
+
     async def answer(
         self, request: Request, form: type[Form], endpoint: Callable[[Form], Awaitable[Response]]
     ) -> Response:
@@ -173,7 +214,8 @@ class _Models:
             async with self.servers[0].engine.until_given_up():
                 body = await self._bodies.read(request, form)
                 if body.model is not None:
-                    self.named(body.model)
+                    server, adapter = await self.chosen(body.model)
+                    body.serve_with(server.engine.facts.name, adapter)
                 return await unless_disconnected(request.receive, endpoint(body))
         except ClientGone:
             return Response(status_code=499)
@@ -209,6 +251,14 @@ class _Server:
             "dtype": engine.facts.dtype,
             "max_num_seqs": engine.facts.max_num_seqs,
         }
+
+    async def adapters(self) -> list[str]:
+        """Return the names of the adapters that are loaded now."""
+        return await self.engine.ask(Adapters()) if self.engine.facts.takes_adapters else []
+
+    def adapter_card(self, name: str) -> dict:
+        """Return an adapter as /v1/models shows it: as a model whose parent is the model that it changes."""
+        return self.card | {"id": name, "parent": self.engine.facts.name}
 
     async def alive(self) -> bool:
         """Return whether the engine accepts requests. One that does not even answer this soon does not."""
@@ -263,11 +313,11 @@ class _Server:
                 ids = await _run(len(text) >= LONG_TEXT, engine.tokenizer.encode, text, special)
         except (InvalidRequest, TokenizerError) as error:
             raise APIError(f"{name}: {error}", param=name) from None
-        found = {"count": len(ids), "max_model_len": engine.facts.max_model_len, "tokens": ids}
+        answer = {"count": len(ids), "max_model_len": engine.facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
             await self._look_up(ids)
-            found["token_strs"] = [self.texts.of(each).piece for each in ids]
-        return JSONResponse(found)
+            answer["token_strs"] = [self.texts.of(each).piece for each in ids]
+        return JSONResponse(answer)
 
     async def text_of(self, body: DetokenizeRequest) -> Response:
         """Return the text of token ids."""
@@ -283,11 +333,25 @@ class _Server:
         self.check_choices(len(texts) * n, n)
         in_thread = _long(texts)
         await _run(in_thread, self.check_lengths, texts, least)
-        names = [one_of(len(texts), place) for place in range(len(texts))]
-        return [
-            await self.tokenize(text, in_thread, name=name, least=least) if isinstance(text, str) else Prompt(text)
-            for name, text in zip(names, texts, strict=True)
-        ]
+        made = []
+        for index, text in enumerate(texts):
+            name = one_of(len(texts), index)
+            if isinstance(text, SavedTensor):
+                made.append(await _run(in_thread, self.embedded, text, name, least))
+            elif isinstance(text, str):
+                made.append(await self.tokenize(text, in_thread, name=name, least=least))
+            else:
+                made.append(Prompt(text))
+        return made
+
+    def embedded(self, saved: SavedTensor, name: str, least: int) -> Prompt:
+        """Read a prompt of embeddings, whose length as base64 was checked before."""
+        facts = self.engine.facts
+        try:
+            values = read_saved(decoded(saved), facts.hidden_size, facts.dtype, facts.max_request_len - least)
+        except InvalidRequest as error:
+            raise APIError(f"{name}: {error}", param="prompt_embeds") from None
+        return Prompt([EMBEDDED] * len(values), values=base64.b64encode(values.data).decode())
 
     async def tokenize(
         self, text: str, in_thread: bool, *, special: bool = True, name: str = "prompt", least: int = 1
@@ -305,19 +369,31 @@ class _Server:
             ids = await _run(in_thread, engine.tokenizer.encode, text, special)
         except TokenizerError as error:
             raise APIError(f"{name}: {error}", param=name.split()[0]) from None
-        room(len(ids), engine.facts.max_request_len, name, least)
+        check_length(len(ids), engine.facts.max_request_len, name, least)
         return Prompt(ids, text, special)
 
     def check_lengths(self, prompts: Sequence[str | list[int]], least: int) -> None:
         """Reject prompts that cannot fit before doing any work on them."""
         limit = self.engine.facts.max_request_len
-        for place, prompt in enumerate(prompts):
-            name = one_of(len(prompts), place)
-            if isinstance(prompt, str):
+        for index, prompt in enumerate(prompts):
+            name = one_of(len(prompts), index)
+            if isinstance(prompt, SavedTensor):
+                self._check_saved(prompt, name)
+            elif isinstance(prompt, str):
                 readable(len(prompt), limit, name)
             else:
-                room(len(prompt), limit, name, least)
+                check_length(len(prompt), limit, name, least)
                 self._check_ids(prompt, name)
+
+    def _check_saved(self, saved: SavedTensor, name: str) -> None:
+        """Reject a tensor if the server takes none, and one that cannot fit, before it is decoded."""
+        facts = self.engine.facts
+        if not facts.config.enable_prompt_embeds:
+            message = "prompt_embeds is off: send text or token ids, or start the server with --enable-prompt-embeds"
+            raise APIError(message, param="prompt_embeds")
+        if len(saved) > (most := saved_length(facts.max_request_len, facts.hidden_size)):
+            message = f"{name}: prompt_embeds has {len(saved):,} characters, and the longest prompt needs {most:,}"
+            raise APIError(f"{message}: send at most {facts.max_request_len:,} rows", param="prompt_embeds")
 
     def _check_ids(self, ids: list[int], name: str) -> None:
         for token in (min(ids, default=0), max(ids, default=0)):
@@ -362,7 +438,7 @@ class _Server:
     ) -> Response:
         """Return the response: one JSON document, or a stream of events."""
         usages, options = body.stream_usage(), body.options()
-        answer = Answer(form.kind, self.engine.facts.name)
+        answer = Answer(form.kind, body.adapter or self.engine.facts.name)
         source = self.engine.stream(prompts, params, form.n, options, True)
         count = len(prompts) * form.n
         if body.stream:
@@ -440,16 +516,46 @@ class _Server:
             return
         entries = itertools.chain(gained.logprobs, done.prompt_logprobs or ())
         await self._look_up(itertools.chain(done.prompt_token_ids, *(each for each in entries if each is not None)))
-        place, ids = index // form.n, done.prompt_token_ids
-        if isinstance(form, CompletionForm) and form.echoes is not None and place not in form.located:
-            text, written = form.echoes[place]
-            form.located[place] = await self.engine.ask(Offsets(ids, text, written))
+        prompt, ids = index // form.n, done.prompt_token_ids
+        if isinstance(form, CompletionForm) and form.echoes is not None and prompt not in form.located:
+            text, written = form.echoes[prompt]
+            form.located[prompt] = await self.engine.ask(Offsets(ids, text, written))
 
     async def _look_up(self, ids: Iterable[int]) -> None:
         """Ask the engine's process for the text of tokens, if only it has the tokenizer."""
         if unknown := self.texts.unknown(ids):
-            found = await self.engine.ask(ShowTokens(unknown))
-            self.texts.seen |= {token: TokenText(*entry) for token, entry in zip(unknown, found, strict=True)}
+            shown = await self.engine.ask(ShowTokens(unknown))
+            self.texts.seen |= {token: TokenText(*entry) for token, entry in zip(unknown, shown, strict=True)}
+
+
+def _add_loading(app: FastAPI, models: _Models) -> None:
+    """Add vLLM's two paths that change the adapters while the server runs."""
+
+    @app.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterRequest))
+    async def load_adapter(request: Request) -> Response:
+        async def endpoint(body: LoadAdapterRequest) -> Response:
+            name = body.lora_name
+            if name in {card["id"] for card in await models.cards()}:
+                message = f"{shown(name)} is the name of a model or an adapter already: unload it, or choose another"
+                raise APIError(message, param="lora_name")
+            try:
+                await models.named(body.model).engine.ask(LoadAdapter(name, body.lora_path))
+            except InvalidRequest as error:
+                raise APIError(str(error), param="lora_path") from None
+            return JSONResponse({"status": f"adapter {name} is loaded"})
+
+        return await models.answer(request, LoadAdapterRequest, endpoint)
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterRequest))
+    async def unload_adapter(request: Request) -> Response:
+        async def endpoint(body: UnloadAdapterRequest) -> Response:
+            server, adapter = await models.chosen(body.lora_name)
+            if adapter is None:
+                raise APIError(f"{shown(body.lora_name)} is no adapter", status=404, param="lora_name")
+            await server.engine.ask(UnloadAdapter(adapter))
+            return JSONResponse({"status": f"adapter {adapter} is unloaded"})
+
+        return await models.answer(request, UnloadAdapterRequest, endpoint)
 
 
 def _long(texts: Sequence[str | list[int]]) -> bool:

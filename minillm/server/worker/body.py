@@ -33,10 +33,13 @@ class BodyReader:
     """Reads the request bodies of one worker.
 
     max_request_len: most tokens in prompt and output together; timeout: seconds for the whole body to arrive.
+    embeddings: whether prompts may be embeddings, which have more bytes than tokens.
     """
 
-    def __init__(self, max_request_len: int, timeout: float):
+    def __init__(self, max_request_len: int, timeout: float, embeddings: bool = False):
         self.max_body, self.max_tokens = limits.max_body(max_request_len), limits.max_tokens(max_request_len)
+        if embeddings:
+            self.max_body = limits.MAX_BODY
         self.timeout = timeout
         self.held = 0  # bytes of bodies not decoded yet, without the first FREE_BODY of each
         self._turn = asyncio.Semaphore(1)  # one large body at a time: decoded, it takes more memory than its bytes
@@ -145,12 +148,12 @@ def _check_encoding(request: Request) -> None:
 
 def _json_length(request: Request, form: type[Body]) -> int | None:
     """Return how many bytes of the body are JSON, if the client says so and the form may have others after it."""
-    given = request.headers.get(JSON_LENGTH)
-    if given is None or not form.takes_binary:
+    length = request.headers.get(JSON_LENGTH)
+    if length is None or not form.takes_binary:
         return None
-    if not re.fullmatch("[0-9]{1,10}", given):
-        raise APIError(f"{JSON_LENGTH} must be a number of bytes, not {shown(given)}")
-    return int(given)
+    if not re.fullmatch("[0-9]{1,10}", length):
+        raise APIError(f"{JSON_LENGTH} must be a number of bytes, not {shown(length)}")
+    return int(length)
 
 
 def _counted(size: int) -> int:

@@ -115,8 +115,8 @@ class BoundedDecoder:
         """Return the index of the last comma with only numbers and literals before it; -1 if there is none."""
         end = at + PIECE
         for other in ('"', "[", "{", "]"):
-            found = self.text.find(other, at, end)
-            end = end if found < 0 else found
+            next_one = self.text.find(other, at, end)
+            end = end if next_one < 0 else next_one
         return self.text.rfind(",", at, end)
 
     def _object(self, at: int, depth: int) -> tuple[dict, int]:

@@ -20,11 +20,12 @@ class Prompt:
     ids: list[int] | None  # None: only the engine's process can tokenize
     text: str | None = None
     special: bool = True  # whether the tokenizer adds its special tokens
+    values: str = ""  # its embeddings: see `PromptForm`
     echoed: bool = False  # whether its complete characters are sent before the output: see `OutputText`
 
     @property
     def form(self) -> PromptForm:
-        return PromptForm(None if self.ids is None else len(self.ids), self.text, self.special)
+        return PromptForm(None if self.ids is None else len(self.ids), self.text, self.special, self.values)
 
 
 class Choice:

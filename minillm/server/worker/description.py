@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from minillm.request import RANGES, WHOLE
+from minillm.request_values import RANGES, WHOLE
 
 from ..limits import MAX_STOP_LENGTH
 from .gate import HEALTH, OPEN
@@ -93,6 +93,7 @@ ANSWERS: tuple[tuple[str, Content], ...] = (  # the end of a path, and its answe
     ("/generate", {JSON: "Generated"}),
     ("/config", {JSON: "Configuration"}),
     ("/v2", {JSON: "Server"}),
+    *_same({JSON: "Status"}, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *_same({}, "/v2/health/live", "/v2/health/ready", "}/ready"),
     *_same({JSON: "Status"}, *HEALTH),
     ("", {JSON: "Metadata"}),
@@ -118,7 +119,7 @@ STARTS = {
     429: "the server is busy: Retry-After says when to try again",
     504: "the request was aborted at a deadline",
 }
-NO_ENGINE = ("/version", "/v1/models", "/v1/health/live", "/v2", "/v2/health/live")  # paths that do not ask it
+NO_ENGINE = ("/version", "/v1/health/live", "/v2", "/v2/health/live")  # paths that do not ask it
 
 
 def describe(app: FastAPI, forms: Sequence[type[Body]], vocab_size: int) -> None:
@@ -137,22 +138,22 @@ def describe(app: FastAPI, forms: Sequence[type[Body]], vocab_size: int) -> None
 
 
 def _described(app: FastAPI, forms: Sequence[type[Body]], vocab_size: int) -> dict:
-    found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     _, schemas = models_json_schema([(form, "validation") for form in forms], ref_template=PLACE + "{model}")
     for form in forms:
         _bound(schemas["$defs"][form.__name__]["properties"], vocab_size)
-    found["components"] = {
+    document["components"] = {
         "schemas": schemas["$defs"] | SCHEMAS,
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "if the server has a key"}},
     }
-    found["security"] = [{}, {"key": []}]
-    for path, methods in found["paths"].items():
+    document["security"] = [{}, {"key": []}]
+    for path, methods in document["paths"].items():
         for method, operation in methods.items():
             operation["responses"] = _answers(path, method)
-            given = [each for each in operation.pop("parameters", ()) if each["in"] == "path"]
-            if given:
-                operation["parameters"] = given
-    return found
+            in_path = [each for each in operation.pop("parameters", ()) if each["in"] == "path"]
+            if in_path:
+                operation["parameters"] = in_path
+    return document
 
 
 def _bound(properties: dict[str, dict], vocab_size: int) -> None:
@@ -205,15 +206,15 @@ def _answers(path: str, method: str) -> dict[str, dict]:
     if method == "post":
         statuses |= STARTS if not path.endswith("/ping") else {403: STARTS[403]}
     error = "TritonError" if path.startswith("/v2") else "Error"
-    found = {"200": _answer("the answer", {kind: _reference(schema) for kind, schema in content.items()})}
+    by_status = {"200": _answer("the answer", {kind: _reference(schema) for kind, schema in content.items()})}
     for status, words in sorted(statuses.items()):
         schemas: list[dict] = [_reference(error)]
         if status == 503 and path in HEALTH and not path.startswith("/v2"):
             schemas.append(_reference("Status"))
         if status == 400 and error == "TritonError":  # what is not HTTP has no path
             schemas.append(_reference("Error"))
-        found[str(status)] = _answer(words, {JSON: schemas[0] if len(schemas) == 1 else {"anyOf": schemas}})
-    return found
+        by_status[str(status)] = _answer(words, {JSON: schemas[0] if len(schemas) == 1 else {"anyOf": schemas}})
+    return by_status
 
 
 def _answer(words: str, content: dict[str, dict]) -> dict:

@@ -73,10 +73,10 @@ class EventStream(Response):
                 async for chunk in self.chunks:
                     await emit(f"data: {chunk}\n\n".encode())
             except Exception as error:  # the status line has been sent: report the error as an event
-                found = as_api_error(error)
+                reported = as_api_error(error)
                 if (access := CURRENT.get()) is not None:
-                    access.error, access.failed = found.code, found.status
-                await emit(f"data: {json.dumps(self.error_form(found))}\n\n".encode())
+                    access.error, access.failed = reported.code, reported.status
+                await emit(f"data: {json.dumps(self.error_form(reported))}\n\n".encode())
             await through_asgi(self.end, more=False)
 
         try:

@@ -58,8 +58,8 @@ def refusal(error: APIError, path: str) -> Response:
 def hosts(allowed: str | None, address: str) -> frozenset[str] | None:
     """Return the hosts for which a server at `address` takes requests; None: any. allowed: `allowed_hosts`."""
     if allowed is not None:
-        given = [name.strip() for name in allowed.split(",") if name.strip()]
-        names = frozenset(_host(f"[{name}]" if name.count(":") > 1 > name.count("[") else name) for name in given)
+        hosts_named = [name.strip() for name in allowed.split(",") if name.strip()]
+        names = frozenset(_host(f"[{name}]" if name.count(":") > 1 > name.count("[") else name) for name in hosts_named)
         if not names:
             raise ConfigError("allowed_hosts has no name in it: name the hosts, or * for any")
         return None if "*" in names else names
@@ -68,9 +68,9 @@ def hosts(allowed: str | None, address: str) -> frozenset[str] | None:
     return frozenset((*LOCAL, f"[{address}]" if ":" in address else address))
 
 
-def origins(given: str | None) -> frozenset[str]:
-    """Return the origins whose web pages may use the server, or *. Raises ConfigError. given: `cors_origins`."""
-    names = [name.strip().lower().removesuffix("/") for name in (given or "").split(",") if name.strip()]
+def origins(allowed: str | None) -> frozenset[str]:
+    """Return the origins whose web pages may use the server, or *. Raises ConfigError. allowed: `cors_origins`."""
+    names = [name.strip().lower().removesuffix("/") for name in (allowed or "").split(",") if name.strip()]
     for name in names:
         if name != "*" and not _ORIGIN.fullmatch(name):
             ways = "https://chat.example.com, http://localhost:3000, or * for any"
@@ -86,8 +86,8 @@ def _without_port(name: str, origin: str) -> str:
 def _host(header: str) -> str:
     """Return a host as a Host header has it, without the port."""
     name = header.strip().lower()
-    found = _HOST.fullmatch(name)
-    return (found[1] if found else name).removesuffix(".")
+    match = _HOST.fullmatch(name)
+    return (match[1] if match else name).removesuffix(".")
 
 
 def _client(values: list[bytes]) -> str:
@@ -97,8 +97,8 @@ def _client(values: list[bytes]) -> str:
     there is one, is another for each connection.
     """
     name = b",".join(values).rpartition(b",")[2].decode("latin-1").strip(' \t"')
-    found = _ADDRESS.fullmatch(name)
-    return (found[1] or found[2] if found else name)[:CLIENT]
+    match = _ADDRESS.fullmatch(name)
+    return (match[1] or match[2] if match else name)[:CLIENT]
 
 
 class Gate:
@@ -133,8 +133,8 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])  # of repeated ones, the last
-        given = headers.get(b"x-request-id", b"")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        sent = headers.get(b"x-request-id", b"")
+        request_id = sent if REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex.encode()
         path, client = scope["path"], (scope.get("client") or ("",))[0]
         if self.client_header is not None:
             client = _client([value for name, value in scope["headers"] if name == self.client_header]) or client
@@ -200,6 +200,6 @@ class Gate:
     def _opens(self, headers: dict[bytes, bytes]) -> bool:
         assert self.key is not None
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = [key.strip()] if kind.lower() == b"bearer" else []
-        given += [headers[b"x-api-key"]] if b"x-api-key" in headers else []  # as Anthropic's clients send it
-        return any(hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in given)
+        keys = [key.strip()] if kind.lower() == b"bearer" else []
+        keys += [headers[b"x-api-key"]] if b"x-api-key" in headers else []  # as Anthropic's clients send it
+        return any(hmac.compare_digest(hashlib.sha256(each).hexdigest(), self.key) for each in keys)

@@ -44,7 +44,7 @@ _NO_EFFECT = ("n", "stream_options", "return_token_ids")  # fields of OpenAI's A
 
 
 class ServedModel(Protocol):
-    """What these routes use of a model."""
+    """The part of a model that these routes use."""
 
     engine: ServedEngine
 
@@ -54,7 +54,7 @@ class ServedModel(Protocol):
 
 
 class Serving(Protocol):
-    """What these routes use of the application."""
+    """The part of the application that these routes use."""
 
     async def alive(self) -> bool: ...
     def named(self, name: str | None) -> ServedModel: ...
@@ -130,14 +130,14 @@ class InferRequest(Body):
 
     def read(self) -> tuple[list[str], GenerationRequest]:
         """Return the texts, and the sampling parameters that hold for all of them. Raises APIError."""
-        found = tensors.read(self.inputs, INPUTS, self.binary)
-        texts = found.pop(TEXT, [])
+        elements = tensors.read(self.inputs, INPUTS, self.binary)
+        texts = elements.pop(TEXT, [])
         if not texts:
             raise APIError(f"{TEXT} must have at least one text", param=TEXT)
-        for name, values in found.items():
+        for name, values in elements.items():
             if name != "stop" and len(values) != 1:
                 raise APIError(f"{name} must have one element, which all texts share, not {len(values)}", param=name)
-        settings = {name: values if name == "stop" else values[0] for name, values in found.items()}
+        settings = {name: values if name == "stop" else values[0] for name, values in elements.items()}
         for name, value in (self.parameters or {}).items():
             if name == "binary_data_output":
                 continue

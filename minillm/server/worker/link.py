@@ -96,6 +96,7 @@ ERRORS: dict[str, Callable[..., Exception]] = {
     "missing": MissingPackage,
     "not_numbers": NotNumbers,
     "failed": EngineError,
+    "lost": EngineGone,  # it can run no more, and is about to end
 }
 
 
@@ -107,9 +108,9 @@ def _error(failure: Failure) -> Exception:
     return ERRORS[failure.kind](failure.message, *after)
 
 
-def changed_fields(given: SamplingParams | RequestOptions) -> dict:
+def changed_fields(options: SamplingParams | RequestOptions) -> dict:
     """Return the fields that differ from their defaults."""
-    pairs = ((field, getattr(given, field.name)) for field in fields(given) if field.init)
+    pairs = ((field, getattr(options, field.name)) for field in fields(options) if field.init)
     return {field.name: value for field, value in pairs if value != field.default}
 
 
@@ -220,14 +221,14 @@ class EngineClient(ABC):
                 message = f"the request was aborted: it {met} within {seconds:g} s ({name}); ask for less, or try again"
                 queue.put_nowait(PastDeadline(message, name))
 
-        loop, config, found = asyncio.get_running_loop(), self.facts.config, []
+        loop, config, timers = asyncio.get_running_loop(), self.facts.config, []
         for name, seconds, met, applies in (
             ("first_token_timeout", config.first_token_timeout, "had no token", none_begun),
             ("request_timeout", config.request_timeout, "was not complete", lambda: True),
         ):
             if seconds is not None:
-                found.append(loop.call_later(seconds, expire, name, seconds, met, applies))
-        return found
+                timers.append(loop.call_later(seconds, expire, name, seconds, met, applies))
+        return timers
 
     @asynccontextmanager
     async def until_given_up(self) -> AsyncIterator[None]:
@@ -293,10 +294,10 @@ class EngineClient(ABC):
 
     def _gained(self, key: int, ids: list[int], event: Event = ONLY_TOKENS) -> None:
         """Give a choice these tokens and the other fields of an event."""
-        found = self._choices.get(key)
-        if found is None:  # aborted or stopped, but this event was already on its way
+        running = self._choices.get(key)
+        if running is None:  # aborted or stopped, but this event was already on its way
             return
-        choice, queue = found
+        choice, queue = running
         if event.failure is not None:
             error = _error(event.failure)
             if event.reason is None:

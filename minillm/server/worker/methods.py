@@ -25,11 +25,11 @@ class Methods:
 
 def allowed(routes: Sequence[BaseRoute], path: str) -> str:
     """Return the methods of a path, as the header `allow` lists them; none for a path that no route has."""
-    found = [route for route in routes if isinstance(route, Route)]
+    candidates = [route for route in routes if isinstance(route, Route)]
     if path != "*":  # the server as a whole
-        first = next((route for route in found if route.path_regex.match(path)), None)
-        found = [route for route in found if first is not None and route.path == first.path]
-    methods = {method for route in found for method in route.methods or ()}
+        first = next((route for route in candidates if route.path_regex.match(path)), None)
+        candidates = [route for route in candidates if first is not None and route.path == first.path]
+    methods = {method for route in candidates for method in route.methods or ()}
     if "GET" in methods:
         methods.add("HEAD")
     return ", ".join(sorted(methods | {"OPTIONS"})) if methods else ""

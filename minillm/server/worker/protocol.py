@@ -16,12 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, 
 from minillm.errors import InvalidRequest, MissingPackage
 from minillm.from_vllm.http import FIELDS, RENDERING
 from minillm.from_vllm.options import sampling_options
-from minillm.request import MAX_N, RequestOptions, SamplingParams
+from minillm.request import RequestOptions, SamplingParams
+from minillm.request_values import MAX_N
 from minillm.tokenizer import TokenizerError
 from minillm.values import shown
 
 from ..lengths import TooLong, one_of
 from ..limits import (
+    MAX_ADAPTER_NAME,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -39,7 +41,13 @@ from .messages import Message, checked_messages
 RETRY_AFTER = 1  # seconds
 NO_OBJECT = "the body must be a JSON object, sent as application/json"
 _NO_PROMPT = "prompt must be a string, a list of token ids, or a non-empty list of those"
-Prompt = str | list[int]
+
+
+class SavedTensor(str):
+    """A tensor that torch.save wrote, as base64."""
+
+
+Prompt = str | list[int] | SavedTensor
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _SEVERAL = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
 _PROMPT = {"anyOf": [{"type": "string"}, _IDS, _SEVERAL | {"items": {"type": "string"}}, _SEVERAL | {"items": _IDS}]}
@@ -65,6 +73,7 @@ UNSUPPORTED_IN_CHATS: dict[str, tuple[tuple, str]] = FIELDS | {
     "store": ((False, True), ""),  # for OpenAI's own pages
     "prompt_cache_retention": (("in_memory", "in-memory", "24h"), ""),
     "echo": ((False,), "use /v1/completions"),
+    "prompt_embeds": ((), "use /v1/completions"),
     "best_of": ((1,), "use n and pick the best choice yourself"),
     "add_special_tokens": ((False,), "a chat template writes them itself"),
 }
@@ -95,6 +104,7 @@ class StreamOptions(BaseModel):
 
 # The most items in each field's list or object, and what to call them.
 SIZES = {
+    "prompt_embeds": (MAX_PROMPTS, "prompts"),
     "stop": (MAX_STOPS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKENS, "token ids"),
     "logit_bias": (MAX_BIASES, "token ids"),
@@ -114,11 +124,21 @@ class Body(BaseModel):
 
     model: str | None = None
     _binary: bytes = PrivateAttr(b"")
+    _adapter: str | None = PrivateAttr(None)
 
     @property
     def binary(self) -> bytes:
         """Return the bytes that followed the JSON."""
         return self._binary
+
+    @property
+    def adapter(self) -> str | None:
+        """Return the adapter that the client has named as its model; None: it has named none."""
+        return self._adapter
+
+    def serve_with(self, model: str, adapter: str | None) -> None:
+        """Set the model that serves the request, and the adapter."""
+        self.model, self._adapter = model, adapter
 
     @classmethod
     def known_fields(cls) -> Container[str]:
@@ -165,6 +185,19 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter, with vLLM's names. lora_path: within the server's folder of adapters."""
+
+    lora_name: str = Field(min_length=1, max_length=MAX_ADAPTER_NAME)
+    lora_path: str = Field(min_length=1, max_length=MAX_ADAPTER_NAME)
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=MAX_ADAPTER_NAME)
 
 
 class GenerationRequest(Body):
@@ -222,9 +255,9 @@ class GenerationRequest(Body):
     def sampling(self, **computed: Any) -> SamplingParams:
         """Return the sampling parameters of the n choices; with a seed, choice i uses seed + i."""
         self._check_strings()
-        given = self._given(SamplingParams) | computed | {"json_schema": self._json_schema(), "n": None}
-        given = {name: value for name, value in given.items() if value is not None}
-        if given.get("max_tokens") == 0 and not self.scores_only:
+        options = self._given(SamplingParams) | computed | {"json_schema": self._json_schema(), "n": None}
+        options = {name: value for name, value in options.items() if value is not None}
+        if options.get("max_tokens") == 0 and not self.scores_only:
             message = f"max_tokens must be a whole number from 1 to {2**31 - 1}, not 0"
             raise APIError(f"{message}, which only scores a prompt: add echo", param="max_tokens")
         for key in self.logit_bias or ():
@@ -232,7 +265,7 @@ class GenerationRequest(Body):
                 message = f"logit_bias must map token ids to numbers, but {key[:40]!a} is not a token id"
                 raise APIError(message, param="logit_bias")
         try:
-            return SamplingParams(**sampling_options(given))
+            return SamplingParams(**sampling_options(options))
         except InvalidRequest as error:
             raise as_api_error(InvalidRequest(self._in_its_words(str(error)))) from None
 
@@ -283,7 +316,7 @@ class GenerationRequest(Body):
             message = f"cache_salt has {length:,} characters, but at most {MAX_SALT:,} are allowed: send a hash of it"
             raise APIError(message, param="cache_salt")
         try:
-            return RequestOptions(**self._given(RequestOptions))
+            return RequestOptions(**self._given(RequestOptions) | {"adapter": self.adapter})
         except InvalidRequest as error:
             raise as_api_error(error) from None
 
@@ -306,6 +339,9 @@ class CompletionRequest(GenerationRequest):
 
     # Checked below: pydantic's errors for unions of lists are unhelpful.
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)] = None
+    prompt_embeds: str | list[str] | None = (
+        None  # each as base64 of what torch.save writes of a tensor [tokens, hidden]
+    )
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -318,19 +354,25 @@ class CompletionRequest(GenerationRequest):
         if len(several) > MAX_PROMPTS:
             message = f"prompt has {len(several):,} prompts, but at most {MAX_PROMPTS:,} are allowed: split the request"
             raise APIError(message, param="prompt")
-        for place, each in enumerate(several):
+        for index, each in enumerate(several):
             if not (isinstance(each, str) or (_is_ids(each) and each)):
-                reason = f"{one_of(len(several), place)} is neither a string nor a non-empty list of token ids"
+                reason = f"{one_of(len(several), index)} is neither a string nor a non-empty list of token ids"
                 raise APIError(_NO_PROMPT if len(several) == 1 else reason, param="prompt")
         return value
 
     def prompts(self) -> list[Prompt]:
-        """Return each prompt as a string or a list of token ids."""
-        value = self.prompt
-        if value is None:
+        """Return each prompt as a string, a list of token ids or a saved tensor. Those come first, as in vLLM."""
+        value, embeds = self.prompt, self.prompt_embeds
+        saved = [SavedTensor(each) for each in ([embeds] if isinstance(embeds, str) else embeds or [])]
+        if value is None and not saved:
             raise APIError(_NO_PROMPT, param="prompt")
-        if isinstance(value, str) or isinstance(value[0], int):
-            return [value]
+        if value is None or (saved and value == ""):  # OpenAI's client has to send a prompt
+            value = []
+        elif isinstance(value, str) or isinstance(value[0], int):
+            value = [value]
+        value = saved + value
+        if saved and self.echo:
+            raise APIError("echo shows a prompt's text, and prompt_embeds has none: leave it out", param="echo")
         if len(value) * (self.n or 1) > MAX_CHOICES:
             message = f"n={self.n} for {len(value)} prompts makes more than {MAX_CHOICES} choices: split the request"
             raise APIError(message, param="n")
@@ -374,12 +416,12 @@ class ChatRequest(GenerationRequest):
             return {name: value for name, value in content.items() if name != "tools"}
         return content
 
-    def params(self, room: int) -> SamplingParams:
-        """room: most tokens to generate if the request sets no limit."""
+    def params(self, tokens_left: int) -> SamplingParams:
+        """tokens_left: most tokens to generate if the request sets no limit."""
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        most = max(room, 1) if most is None else most
+        most = max(tokens_left, 1) if most is None else most
         return self.sampling(max_tokens=most, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     def _in_its_words(self, message: str) -> str:

@@ -24,7 +24,7 @@ def usage(prompts: Iterable[Completion], completion_tokens: int) -> dict:
     prompt_tokens, cached = 0, 0
     for each in prompts:
         prompt_tokens += len(each.prompt_token_ids)
-        cached += each.num_cached_tokens
+        cached += min(each.num_cached_tokens, len(each.prompt_token_ids))  # not a soft prompt before it
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -188,13 +188,13 @@ class CompletionForm:
         self.begun[index] = bool(begun)
         return choice
 
-    def offsets_in_echo(self, place: int, ids: list[int]) -> list[int]:
+    def offsets_in_echo(self, index: int, ids: list[int]) -> list[int]:
         """Return where each token of a prompt begins in its echo, if log-probabilities show it."""
         if self.top is None or self.echoes is None:
             return []
-        if place not in self.located:
-            self.located[place] = self.texts.prompt_offsets(ids, *self.echoes[place])
-        return self.located[place]
+        if index not in self.located:
+            self.located[index] = self.texts.prompt_offsets(ids, *self.echoes[index])
+        return self.located[index]
 
     @property
     def is_plain(self) -> bool:

@@ -62,10 +62,10 @@ class Scrape:
 
 async def gauges_of(*engines: ServedEngine) -> Families:
     """Return all that may rise and fall, as far as the engines answer; of several, the sums."""
-    found = await asyncio.gather(*map(_gauges, engines))
+    gauges = await asyncio.gather(*map(_gauges, engines))
     up = ["minillm_engine_up", "gauge", "1 while the engine accepts requests, and 0 while it is gone or stuck"]
-    alive = int(all(each["alive"] for each in found))
-    return [[*up, [["minillm_engine_up", {}, alive]]], *summed(*(each["families"] for each in found))]
+    alive = int(all(each["alive"] for each in gauges))
+    return [[*up, [["minillm_engine_up", {}, alive]]], *summed(*(each["families"] for each in gauges))]
 
 
 async def _gauges(engine: ServedEngine) -> dict[str, Any]:

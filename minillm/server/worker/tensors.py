@@ -42,13 +42,13 @@ def read(tensors: Sequence[InputTensor], types: dict[str, str], binary: bytes) -
     types: the datatype of each name; binary: the bytes after the JSON. Raises APIError for an unknown or repeated name,
     another type, more than MAX_PROMPTS elements, or a number of elements that differs from the shape's.
     """
-    found: dict[str, list] = {}
+    elements: dict[str, list] = {}
     at = 0
     for tensor in tensors:
         name = tensor.name
         if name not in types:
             raise APIError(f"{shown(name)} is not an input of this model: it has {', '.join(types)}", param="inputs")
-        if name in found:
+        if name in elements:
             raise _wrong(name, "is given twice")
         if tensor.datatype != types[name]:
             raise _wrong(name, f"must have the datatype {types[name]}, not {shown(tensor.datatype)}")
@@ -67,10 +67,10 @@ def read(tensors: Sequence[InputTensor], types: dict[str, str], binary: bytes) -
             at += size
         if len(values) != count:
             raise _wrong(name, f"has {len(values):,} elements, but its shape {tensor.shape} holds {count:,}")
-        found[name] = values
+        elements[name] = values
     if at != len(binary):
         raise APIError(f"{len(binary) - at:,} bytes after the JSON belong to no input: give their {SIZE}")
-    return found
+    return elements
 
 
 def _wrong(name: str, reason: str) -> APIError:

@@ -18,6 +18,7 @@ from ..control import Control
 from ..limits import BEAT, FLUSH, RELINK, SWITCH_INTERVAL
 from ..shares import Shares
 from .link import EngineClient, RemoteEngine
+from .tasks import Tasks
 
 if TYPE_CHECKING:  # it imports what is slow to import, which waits until the engine is there
     from .scrape import Scrape
@@ -37,15 +38,13 @@ async def work(
     """
     loop = asyncio.get_running_loop()
     engine = RemoteEngine(lambda: loop.call_later(RELINK, lambda: engine.alive or owner.send({"op": "lost"})))
-    connecting: set[asyncio.Task] = set()
+    connecting = Tasks()
 
     def obey(message: dict) -> None:
         if message["op"] == "gone":
             engine.expect(message["seconds"])
         elif message["op"] == "engine":
-            task = loop.create_task(engine.connect(message["socket"], message["seconds"]))
-            connecting.add(task)
-            task.add_done_callback(connecting.discard)
+            connecting.start(engine.connect(message["socket"], message["seconds"]))
 
     await Front([engine], listener, owner, obey, most, shares).serve(engine.connected, log_as)
 
@@ -184,20 +183,20 @@ def run(serve: Callable[[dict[str, Any], Control, tuple[Shares, int] | None], Co
     """Be a worker's process: `serve` with what it was given, the connection to its owner, and all workers' shares."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     logs.set_up("text", "warning")  # stderr is inherited from the server
-    given = control.given()
-    owner, shares = given["control"], None
-    if "shares" in given:
-        file, count, slot = given["shares"]
+    arguments = control.arguments()
+    owner, shares = arguments["control"], None
+    if "shares" in arguments:
+        file, count, slot = arguments["shares"]
         shares = Shares(file, count), slot
     try:
-        asyncio.run(serve(given, owner, shares))
+        asyncio.run(serve(arguments, owner, shares))
     except Exception as error:
         owner.send({"op": "failed", "why": f"{type(error).__name__}: {error}"})
         raise
 
 
 def main() -> None:
-    run(lambda given, owner, shares: work(control.opened(given["listener"]), owner, None, shares, logs.set_up))
+    run(lambda arguments, owner, shares: work(control.opened(arguments["listener"]), owner, None, shares, logs.set_up))
 
 
 if __name__ == "__main__":

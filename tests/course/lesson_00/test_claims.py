@@ -27,7 +27,8 @@ def test_64_requests_take_hardly_longer_than_one_on_an_h200():
 def test_the_requests_of_that_step_have_short_texts():
     lesson.says(
         "a server can answer 64 users with short texts at one and a half times the cost of one",
-        "each request has only 76 tokens in its cache. With 2,000 each, a step would read almost half as many bytes",
+        "With 2,000 each, reading the caches would add almost half of the weights' bytes to a step.",
+        "each request has only 76 tokens in its cache",
     )
     _, points = step_time.recorded("h200/roofline")
     (many,) = (point for point in points if point.name == "decode, 64 at once")

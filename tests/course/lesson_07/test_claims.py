@@ -101,3 +101,8 @@ def test_speeds_with_64_requests_and_with_others():
     assert gains.products("int4 g128", 64) > gains.products("bf16", 64)
     assert min(min(found[name].values()) for name in ("w8a8 (smoothquant)", "fp8", "fp8, head fp8")) > 1
     assert max(found["w4a8 g128, head int8"].values()) < 1
+
+
+def test_the_rotation_of_the_learner_is_called_by_each_pass():
+    lesson.says("the text's two passes call it 8 times each: twice for the stream, once in each layer")
+    assert lesson.number(r"^hadamard is yours; operations replaced: (\d+)$") == 16

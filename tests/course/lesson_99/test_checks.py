@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minillm.course.lesson_99.checks import batched_attention
+from minillm.course.lesson_99.checks_attention import batched_attention
 from tests.course.mutants.lesson_99_attention import attend, repeated
 
 

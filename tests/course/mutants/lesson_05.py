@@ -126,6 +126,20 @@ def scales_without_second_axis(weight, bits):
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
+@wrong("quantize_rows", fails="codes are int8; scales have the dtype of the weight, and the shape [rows, 1]")
+def rows_in_float32(weight, bits):
+    """The scales get the weight's dtype back, but not its precision."""
+    single = weight.float()
+    scales = scaled(single.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1))
+    return (single / scales).round().to(torch.int8), scales.to(weight.dtype)
+
+
+@wrong("quantize_rows", fails="codes are int8; scales have the dtype of the weight, and the shape [rows, 1]")
+def scales_rounded_to_float32(weight, bits):
+    scales = scaled(weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1))
+    return (weight / scales).round().to(torch.int8), scales.float().to(weight.dtype)
+
+
 @wrong("quantize_rows", fails="the weight is not changed")
 def divides_in_place(weight, bits):
     scales = scaled(weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1))
@@ -276,9 +290,18 @@ def no_guard_for_groups(weight, group_size):
 
 
 @wrong("quantize_groups", fails="a group of zeros has scale 1; tiny weights have a scale of their own")
-def adds_a_little(weight, group_size):
+def smallest_scale_of_groups(weight, group_size):
     grouped, low, high = ends(weight, group_size)
     scales = ((high - low) / 15).clamp(min=1e-8)
+    zeros = (-8 - low / scales).round()
+    return coded(grouped, scales, zeros), scales, zeros.to(torch.int8)
+
+
+@wrong("quantize_groups", fails="a group of zeros has scale 1; tiny weights have a scale of their own")
+def adds_to_every_scale(weight, group_size):
+    """Other groups hardly change."""
+    grouped, low, high = ends(weight, group_size)
+    scales = (high - low) / 15 + 1e-8
     zeros = (-8 - low / scales).round()
     return coded(grouped, scales, zeros), scales, zeros.to(torch.int8)
 
@@ -300,6 +323,15 @@ def zeros_stay_floating_point(weight, group_size):
     scales = scaled((high - low) / 15)
     zeros = (-8 - low / scales).round()
     return coded(grouped, scales, zeros), scales, zeros
+
+
+@wrong("quantize_groups", fails=STORED)
+def groups_in_float32(weight, group_size):
+    """The scales get the weight's dtype back, but not its precision."""
+    grouped, low, high = ends(weight.float(), group_size)
+    scales = scaled((high - low) / 15)
+    zeros = (-8 - low / scales).round()
+    return coded(grouped, scales, zeros), scales.to(weight.dtype), zeros.to(torch.int8)
 
 
 @wrong("quantize_groups", fails="the weight is not changed")

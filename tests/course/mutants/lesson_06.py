@@ -89,6 +89,39 @@ class MedianForMean(Statistics):
         return self.seen.quantile(0.5, dim=0)
 
 
+@wrong("MyStatistics", fails=SIZES)
+class MeanWhereNotZero(Statistics):
+    def add(self, x):
+        super().add(x)
+        self.counted = getattr(self, "counted", 0) + (x != 0).sum(0)
+
+    def mean_magnitude(self):
+        return self.magnitude / self.counted
+
+
+@wrong("MyStatistics", fails=PREDICTED)
+class FoldedTriangle(Statistics):
+    """Every d^T H d is right, and the inverse that GPTQ takes is not."""
+
+    def add(self, x):
+        super().add(x)
+        moment = self.second_moment
+        self.second_moment = moment.triu() + moment.tril(-1).T
+
+
+@wrong("MyStatistics", fails=PREDICTED)
+class MeanOfProducts(Statistics):
+    """The errors are right, and what is stored is not the sum."""
+
+    def add(self, x):
+        self.second_moment *= self.rows
+        super().add(x)
+        self.second_moment /= self.rows
+
+    def error(self, difference):
+        return super().error(difference) * self.rows
+
+
 @wrong("MyStatistics", fails=PREDICTED)
 class OnlyTheDiagonal(Statistics):
     def error(self, difference):
@@ -161,6 +194,14 @@ class ErrorsInFloat32(Statistics):
 class MeansInFloat32(Statistics):
     def mean_magnitude(self):
         return self.magnitude.float() / self.rows
+
+
+@wrong("MyStatistics", fails=FLOAT64)
+class Float32First(Statistics):
+    """Loses no digit of float32 inputs, and the engine's are float64 in this lesson."""
+
+    def add(self, x):
+        super().add(x.float())
 
 
 @wrong("MyStatistics", fails=FLOAT64)
@@ -349,6 +390,47 @@ def stops_at_the_first_minimum(weight, magnitude, moment, rounded, allowed):
     return best[1], best[2]
 
 
+def search_from(limit, weight, magnitude, moment, rounded, allowed, less=0.0):
+    """The best of those that are better than a limit, if any is."""
+    best = limit, None, None
+    for strength in STRENGTHS:
+        scales = allowed(scales_at(magnitude, strength))
+        d = rounded(weight * scales) / scales - weight
+        error = (d @ moment * d).sum().item()
+        if error < best[0] - less:
+            best = error, scales, strength
+    return best[1], best[2]
+
+
+@wrong("awq_scales", fails=SMALLEST)
+def begins_with_a_large_error(*given):
+    """All strengths of a larger matrix have larger errors."""
+    return search_from(1e5, *given)
+
+
+@wrong("awq_scales", fails=SMALLEST)
+def begins_with_a_still_larger_error(*given):
+    return search_from(1e9, *given)
+
+
+@wrong("awq_scales", fails=SMALLEST)
+def begins_with_strength_0_and_a_large_error(weight, *given):
+    scales, strength = search_from(1e5, weight, *given)
+    return (torch.ones_like(weight[0]), 0.0) if scales is None else (scales, strength)
+
+
+@wrong("awq_scales", fails=SMALLEST)
+def better_by_a_millionth_at_least(*given):
+    """A tolerance that errors of small inputs are below."""
+    return search_from(float("inf"), *given, less=1e-6)
+
+
+@wrong("awq_scales", fails=SMALLEST)
+def errors_with_three_decimals(weight, magnitude, moment, rounded, allowed):
+    candidates = {each: allowed(scales_at(magnitude, each)) for each in STRENGTHS}
+    return search(weight, moment, rounded, candidates, lambda d: round((d @ moment * d).sum().item(), 3))
+
+
 @wrong("awq_scales", fails=NEVER_WORSE)
 def begins_at_a_tenth(weight, magnitude, moment, rounded, allowed):
     """Leaves out strength 0, except where nothing else is asked than the best of scales."""
@@ -376,6 +458,39 @@ def returns_the_scales_that_were_wanted(weight, magnitude, moment, rounded, allo
     return scales_at(magnitude, strength), strength
 
 
+@wrong("awq_scales", fails=ALLOWED)
+def divides_what_was_allowed(weight, magnitude, moment, rounded, allowed):
+    candidates = {}
+    for strength in STRENGTHS:
+        powers = magnitude.clamp(min=1e-4) ** strength
+        candidates[strength] = allowed(powers) / (powers.max() * powers.min()).sqrt()
+    return search(weight, moment, rounded, candidates)
+
+
+@wrong("awq_scales", fails=ALLOWED)
+def powers_of_allowed_magnitudes(weight, magnitude, moment, rounded, allowed):
+    m = magnitude.clamp(min=1e-4)
+    candidates = {}
+    for strength in STRENGTHS:
+        powers = m**strength
+        candidates[strength] = allowed(m) ** strength / (powers.max() * powers.min()).sqrt()
+    return search(weight, moment, rounded, candidates)
+
+
+@wrong("awq_scales", fails=ALLOWED)
+def allows_the_divisors(weight, magnitude, moment, rounded, allowed):
+    """What the inputs are divided by, the wrong way up."""
+    return search(weight, moment, rounded, {each: 1 / allowed(1 / scales_at(magnitude, each)) for each in STRENGTHS})
+
+
+@wrong("awq_scales", fails=ALLOWED)
+def normalizes_again(weight, magnitude, moment, rounded, allowed):
+    """Allowed, and then moved so that the smallest is again as far below 1 as the largest is above."""
+    candidates = {each: allowed(scales_at(magnitude, each)) for each in STRENGTHS}
+    middles = {each: (s.max() * s.min()).sqrt() for each, s in candidates.items()}
+    return search(weight, moment, rounded, {each: s / middles[each] for each, s in candidates.items()})
+
+
 def formula_without_clamp(magnitude, strength):
     powers = magnitude**strength
     return powers / (powers.max() * powers.min()).sqrt()
@@ -391,6 +506,13 @@ def divides_by_zero(weight, magnitude, moment, rounded, allowed):
 @wrong("awq_scales", fails=NEVER_OCCURS)
 def adds_instead_of_clamping(weight, magnitude, moment, rounded, allowed):
     candidates = {each: allowed(formula_without_clamp(magnitude + 1e-4, each)) for each in STRENGTHS}
+    return search(weight, moment, rounded, candidates)
+
+
+@wrong("awq_scales", fails=NEVER_OCCURS)
+def raises_only_0(weight, magnitude, moment, rounded, allowed):
+    raised = torch.where(magnitude == 0, 1e-4, magnitude)
+    candidates = {each: allowed(formula_without_clamp(raised, each)) for each in STRENGTHS}
     return search(weight, moment, rounded, candidates)
 
 

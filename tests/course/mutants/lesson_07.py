@@ -35,6 +35,17 @@ def scale_of_the_newest_token(x, codes, scales, input_scale=None):
     return _product(x, codes, scales, input_scale, dynamic=lambda x: _token_scales(x[-1:]))
 
 
+@wrong("int8_linear", fails="each token has its own scale")
+def one_scale_from_nine_tokens_on(x, codes, scales, input_scale=None):
+    dynamic = _token_scales if len(x) <= 8 else lambda x: _token_scales(x.reshape(1, -1))
+    return _product(x, codes, scales, input_scale, dynamic)
+
+
+@wrong("int8_linear", fails="the largest magnitude is 127.5 codes")
+def largest_of_the_first_64_inputs(x, codes, scales, input_scale=None):
+    return _product(x, codes, scales, input_scale, dynamic=lambda x: _token_scales(x[:, :64]))
+
+
 @wrong("int8_linear", fails="the largest magnitude is 127.5 codes")
 def without_magnitudes(x, codes, scales, input_scale=None):
     def dynamic(x):
@@ -55,6 +66,13 @@ def scales_are_at_least_1e_5(x, codes, scales, input_scale=None):
     """The usual guard against 0 / 0, which also flattens tokens of small numbers."""
     return _product(
         x, codes, scales, input_scale, dynamic=lambda x: (x.abs().amax(-1, keepdim=True) / 127.5).clamp(1e-5)
+    )
+
+
+@wrong("int8_linear", fails="the largest magnitude is 127.5 codes")
+def scales_are_at_least_1e_12(x, codes, scales, input_scale=None):
+    return _product(
+        x, codes, scales, input_scale, dynamic=lambda x: (x.abs().amax(-1, keepdim=True) / 127.5).clamp(1e-12)
     )
 
 
@@ -133,6 +151,21 @@ def sums_in_the_dtype_of_x(x, codes, scales, input_scale=None):
     """float16 ends at 65,504: a few codes of 127 times 127 are beyond it."""
     token_scales = _token_scales(x) if input_scale is None else input_scale
     return _multiply(_codes(x, token_scales), codes, token_scales, scales, x.dtype, x.dtype)
+
+
+@wrong("int8_linear", fails="sums are exact")
+def product_of_dequantized_numbers(x, codes, scales, input_scale=None):
+    """Scales inside the sum, as in the engine's reference: there is no product of codes."""
+    token_scales = _token_scales(x) if input_scale is None else input_scale
+    numbers, weight = _codes(x, token_scales) * token_scales, codes * scales[:, None]
+    return torch.nn.functional.linear(numbers.to(x.dtype), weight.to(x.dtype))
+
+
+@wrong("int8_linear", fails="sums are exact")
+def dequantized_before_a_product_in_float64(x, codes, scales, input_scale=None):
+    token_scales = _token_scales(x) if input_scale is None else input_scale
+    numbers, weight = _codes(x, token_scales) * token_scales, codes * scales[:, None]
+    return (numbers.double() @ weight.double().T).to(x.dtype)
 
 
 @wrong("int8_linear", fails="a token of zeros gives zeros")

@@ -236,6 +236,11 @@ def exponent_of_the_row(x):
     return _round(x, lambda clipped: _exponent(largest.clamp(-448, 448)))
 
 
+@wrong("round_to_e4m3", fails="each number on its own, in the dtype of x")
+def a_matrix_of_more_axes(x):
+    return _round(x.flatten(1) if x.dim() > 2 else x, _exponent)
+
+
 @wrong("round_to_e4m3", fails="without torch's FP8 types")
 def conversion(x):
     """Of float32: torch rounds float64 to float32 first, which another property sees."""

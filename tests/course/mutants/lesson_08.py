@@ -56,6 +56,11 @@ def scales_of_at_least_1e_8(x, dtype):
 
 
 @wrong("quantize_kv", fails="the largest magnitude becomes the largest code")
+def scales_of_at_least_1e_35(x, dtype):
+    return _quantize(x, dtype, lambda x: _largest(x).clamp(min=1e-35 * _top(dtype)))
+
+
+@wrong("quantize_kv", fails="the largest magnitude becomes the largest code")
 def an_epsilon_in_the_scale(x, dtype):
     return _quantize(x, dtype, lambda x: _largest(x) + 1e-8)
 
@@ -64,6 +69,12 @@ def an_epsilon_in_the_scale(x, dtype):
 def largest_of_the_first_half(x, dtype):
     """Of the channels that the rotary embedding pairs with the others."""
     return _quantize(x, dtype, lambda x: _largest(x[..., : (x.shape[-1] + 1) // 2]))
+
+
+@wrong("quantize_kv", fails="the largest magnitude becomes the largest code")
+def largest_of_64_channels(x, dtype):
+    """The width of the heads of tiny-gemma."""
+    return _quantize(x, dtype, lambda x: _largest(x[..., :64]))
 
 
 @wrong("quantize_kv", fails="int8 codes are rounded to the nearest")
@@ -198,6 +209,42 @@ def hidden_before_the_scales(q, k, k_scales, v, v_scales, hidden, scale):
 @wrong("attend_codes", fails="hidden keys have no weight, whatever their scales")
 def hidden_for_all_rows_like_the_last(q, k, k_scales, v, v_scales, hidden, scale):
     return _attend(q, k, k_scales, v, v_scales, hidden[-1:].expand_as(hidden), scale)
+
+
+@wrong("attend_codes", fails="hidden keys have no weight, whatever their scales")
+def a_row_alone_sees_everything(q, k, k_scales, v, v_scales, hidden, scale):
+    """As in a decode step of one request."""
+    return _attend(q, k, k_scales, v, v_scales, hidden & (len(q) > 1), scale)
+
+
+@wrong("attend_codes", fails="hidden keys have no weight, whatever their scales")
+def nothing_is_hidden_unless_from_every_row(q, k, k_scales, v, v_scales, hidden, scale):
+    """The last row of a causal mask sees every key."""
+    return _attend(q, k, k_scales, v, v_scales, hidden & hidden.any(-1).all(), scale)
+
+
+@wrong("attend_codes", fails="hidden keys have no weight, whatever their scales")
+def nothing_is_hidden_unless_in_the_first_row(q, k, k_scales, v, v_scales, hidden, scale):
+    return _attend(q, k, k_scales, v, v_scales, hidden & hidden[0].any(), scale)
+
+
+@wrong("attend_codes", fails="hidden keys have no weight, whatever their scales")
+def nothing_is_hidden_unless_a_key_is_from_all(q, k, k_scales, v, v_scales, hidden, scale):
+    return _attend(q, k, k_scales, v, v_scales, hidden & hidden.all(0).any(), scale)
+
+
+@wrong("attend_codes", fails="hidden keys have no weight, whatever their scales")
+def hidden_before_scale(q, k, k_scales, v, v_scales, hidden, scale):
+    """A `scale` of 0 makes NaN of -inf."""
+    scores = (q @ k.to(q.dtype).T * k_scales).masked_fill(hidden, -torch.inf) * scale
+    return (scores.softmax(-1) * v_scales) @ v.to(q.dtype)
+
+
+@wrong("attend_codes", fails="hidden keys have no weight, whatever their scales")
+def a_large_number_before_scale(q, k, k_scales, v, v_scales, hidden, scale):
+    """Times a `scale` of 0, it is like any other score."""
+    scores = (q @ k.to(q.dtype).T * k_scales).masked_fill(hidden, -1e30) * scale
+    return (scores.softmax(-1) * v_scales) @ v.to(q.dtype)
 
 
 @wrong("attend_codes", fails="codes are multiplied without their scales")

@@ -59,6 +59,13 @@ def a_level_at_8(weight, block_size, round_scales):
 
 
 @wrong("quantize_fp4", fails="no value is beyond 6")
+def clamps_before_the_division(weight, block_size, round_scales):
+    blocks = weight.unflatten(-1, (-1, block_size))
+    scales = round_scales(blocks.abs().amax(-1) / 6)
+    return _nearest(blocks.clamp(-6, 6) / scales[..., None]).flatten(-2), scales
+
+
+@wrong("quantize_fp4", fails="no value is beyond 6")
 def any_multiple_of_2(weight, block_size, round_scales):
     return _fp4(weight, block_size, round_scales, lambda quotients: _nearest(quotients, top=1e9))
 
@@ -71,6 +78,39 @@ def clamps_only_from_above(weight, block_size, round_scales):
         return ((quotients / step).round() * step).clamp(max=6)
 
     return _fp4(weight, block_size, round_scales, nearest)
+
+
+@wrong("quantize_fp4", fails="no value is beyond 6")
+def beyond_6_without_its_sign(weight, block_size, round_scales):
+    def nearest(quotients):
+        values = _nearest(quotients, top=1e9)
+        return torch.where(values.abs() > 6, 6.0, values)
+
+    return _fp4(weight, block_size, round_scales, nearest)
+
+
+@wrong("quantize_fp4", fails="no value is beyond 6")
+def a_block_beyond_6_is_divided_again(weight, block_size, round_scales):
+    """By as much as it takes for the largest to be 6: all others become smaller, too."""
+
+    def nearest(quotients):
+        return _nearest(quotients / (quotients.abs().amax(-1, keepdim=True) / 6).clamp(min=1))
+
+    return _fp4(weight, block_size, round_scales, nearest)
+
+
+@wrong("quantize_fp4", fails="no value is beyond 6")
+def scales_never_below_the_ideal_ones(weight, block_size, round_scales):
+    return _fp4(weight, block_size, lambda scales: torch.maximum(round_scales(scales), scales))
+
+
+@wrong("quantize_fp4", fails="no value is beyond 6")
+def clamps_by_the_largest_scale(weight, block_size, round_scales):
+    """Before the division, where each block needs its own limit."""
+    blocks = weight.unflatten(-1, (-1, block_size))
+    scales = round_scales(blocks.abs().amax(-1) / 6)
+    limit = 6 * scales.max()
+    return _nearest(blocks.clamp(-limit, limit) / scales[..., None], top=1e9).flatten(-2), scales
 
 
 @wrong("quantize_fp4", fails="each block has a scale of its own")
@@ -145,6 +185,16 @@ def never_rounds_scales(weight, block_size, round_scales):
 @wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
 def scales_of_at_least_1e_8(weight, block_size, round_scales):
     return _fp4(weight, block_size, lambda scales: round_scales(scales).clamp(min=1e-8))
+
+
+@wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
+def ideal_scales_of_at_least_1e_12(weight, block_size, round_scales):
+    return _fp4(weight, block_size, round_scales, ideal=lambda blocks: (blocks.abs().amax(-1) / 6).clamp(min=1e-12))
+
+
+@wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
+def ideal_scales_of_at_least_1e_30(weight, block_size, round_scales):
+    return _fp4(weight, block_size, round_scales, ideal=lambda blocks: (blocks.abs().amax(-1) / 6).clamp(min=1e-30))
 
 
 @wrong("quantize_fp4", fails="zeros stay zeros, and small blocks keep their scale")
@@ -251,6 +301,24 @@ def codes_from_minus_8_to_7(weight, bits, group_size):
     return _through(weight, ((groups / scales).round().clamp(-8, 7) * scales).flatten(-2))
 
 
+def _codes_by(rounded, weight, bits, group_size):
+    top = 2 ** (bits - 1)
+    groups = weight.detach().unflatten(-1, (-1, group_size))
+    scales = groups.abs().amax(-1, keepdim=True) / (top - 0.5)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return _through(weight, (rounded(groups / scales).clamp(-top, top - 1) * scales).flatten(-2))
+
+
+@wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
+def halves_away_from_zero(weight, bits, group_size):
+    return _codes_by(lambda x: x.sign() * (x.abs() + 0.5).floor(), weight, bits, group_size)
+
+
+@wrong("fake_quantize", fails="codes are those of the formula, for any number of bits")
+def halves_down(weight, bits, group_size):
+    return _codes_by(lambda x: (x - 0.5).ceil(), weight, bits, group_size)
+
+
 @wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
 def through_the_scales(weight, bits, group_size):
     """Only round() is detached, so the gradient of a group's largest weight is that of the scale."""
@@ -309,12 +377,31 @@ def divides_by_zero(weight, bits, group_size):
     return _through(weight, ((groups / scales).round().clamp(-top, top - 1) * scales).flatten(-2))
 
 
-@wrong("fake_quantize", fails="a group of zeros stays zeros")
-def group_scales_of_at_least_1e_8(weight, bits, group_size):
+def _guarded(weight, bits, group_size, guard):
     top = 2 ** (bits - 1)
     groups = weight.detach().unflatten(-1, (-1, group_size))
-    scales = (groups.abs().amax(-1, keepdim=True) / (top - 0.5)).clamp(min=1e-8)
+    scales = guard(groups.abs().amax(-1, keepdim=True) / (top - 0.5))
     return _through(weight, ((groups / scales).round().clamp(-top, top - 1) * scales).flatten(-2))
+
+
+@wrong("fake_quantize", fails="a group of zeros stays zeros")
+def group_scales_of_at_least_1e_8(weight, bits, group_size):
+    return _guarded(weight, bits, group_size, lambda scales: scales.clamp(min=1e-8))
+
+
+@wrong("fake_quantize", fails="a group of zeros stays zeros")
+def group_scales_of_at_least_1e_20(weight, bits, group_size):
+    return _guarded(weight, bits, group_size, lambda scales: scales.clamp(min=1e-20))
+
+
+@wrong("fake_quantize", fails="a group of zeros stays zeros")
+def group_scales_of_at_least_1e_35(weight, bits, group_size):
+    return _guarded(weight, bits, group_size, lambda scales: scales.clamp(min=1e-35))
+
+
+@wrong("fake_quantize", fails="a group of zeros stays zeros")
+def group_scales_of_at_least_a_part_of_the_largest(weight, bits, group_size):
+    return _guarded(weight, bits, group_size, lambda scales: scales.clamp(min=max(scales.max().item() * 1e-6, 1e-44)))
 
 
 @wrong("fake_quantize", fails="the result has the weight's dtype")
@@ -382,6 +469,37 @@ def only_points_before(points):
     return list(front)
 
 
+def _at_least_and(better):
+    return lambda other, mine: _at_least(other, mine) and better(other) < better(mine)
+
+
+@wrong("pareto_front", fails="a point that is worse in one number and equal in the others goes")
+def a_smaller_product_is_better(points):
+    """With a number of 0, products are equal."""
+    return _front(points, _at_least_and(math.prod))
+
+
+@wrong("pareto_front", fails="a point that is worse in one number and equal in the others goes")
+def a_smaller_sum_is_better(points):
+    """A small number is lost next to a large one."""
+    return _front(points, _at_least_and(sum))
+
+
+@wrong("pareto_front", fails="a point that is worse in one number and equal in the others goes")
+def a_zero_is_not_better(points):
+    """`if a` in place of `if a is not None`."""
+    return _front(
+        points,
+        lambda other, mine: _at_least(other, mine) and any(a and a < b for a, b in zip(other, mine, strict=True)),
+    )
+
+
+@wrong("pareto_front", fails="a point that is worse in one number and equal in the others goes")
+def a_smaller_norm_is_better(points):
+    """It is not, of negative numbers."""
+    return _front(points, _at_least_and(lambda point: math.hypot(*point)))
+
+
 @wrong("pareto_front", fails="every point is compared with all others")
 def removes_while_looping(points):
     """The loop skips the name after one that it removes."""
@@ -431,6 +549,55 @@ def any_other_tuple(points):
     return _front(points, lambda other, mine: other is not mine and _at_least(other, mine))
 
 
+@wrong("pareto_front", fails="equal points stay together")
+def the_last_comparison_decides(points):
+    """An equal point that comes later clears the flag."""
+    front = []
+    for name, mine in points.items():
+        beaten = False
+        for key, other in points.items():
+            if key != name and _at_least(other, mine):
+                beaten = other != mine
+        if not beaten:
+            front.append(name)
+    return front
+
+
+@wrong("pareto_front", fails="equal points stay together")
+def a_point_with_an_equal_stays(points):
+    numbers = list(points.values())
+    found = _front(points, _dominates)
+    return [name for name, mine in points.items() if name in found or numbers.count(mine) > 1]
+
+
+@wrong("pareto_front", fails="equal points stay together")
+def an_equal_of_an_earlier_point_stays(points):
+    numbers, found = list(points.values()), _front(points, _dominates)
+    return [name for at, (name, mine) in enumerate(points.items()) if name in found or mine in numbers[:at]]
+
+
+@wrong("pareto_front", fails="equal points stay together")
+def stops_at_an_equal_point(points):
+    """`break` in place of `continue`: what comes after it is never compared with."""
+    front = []
+    for name, mine in points.items():
+        for key, other in points.items():
+            if key != name and other == mine:
+                front.append(name)
+                break
+            if _dominates(other, mine):
+                break
+        else:
+            front.append(name)
+    return front
+
+
+@wrong("pareto_front", fails="equal points stay together")
+def at_most_two_equal_points(points):
+    numbers, found = list(points.values()), _front(points, _dominates)
+    return [name for at, (name, mine) in enumerate(points.items()) if name in found and numbers[:at].count(mine) < 2]
+
+
 @wrong("pareto_front", fails="any number of numbers, of any size")
 def numbers_in_float32(points):
     rows = {name: tuple(torch.tensor(each, dtype=torch.float32).tolist()) for name, each in points.items()}
@@ -443,6 +610,17 @@ def close_numbers_are_equal(points):
         pairs = list(zip(other, mine, strict=True))
         close = [math.isclose(*pair) for pair in pairs]
         return not all(close) and all(near or a < b for near, (a, b) in zip(close, pairs, strict=True))
+
+    return _front(points, beats)
+
+
+@wrong("pareto_front", fails="any number of numbers, of any size")
+def about_as_good_is_good_enough(points):
+    """Two points that trade a little of one number for a little of another then beat each other."""
+
+    def beats(other, mine):
+        pairs = list(zip(other, mine, strict=True))
+        return all(a <= b or math.isclose(a, b) for a, b in pairs) and any(a < b for a, b in pairs)
 
     return _front(points, beats)
 
@@ -501,3 +679,22 @@ def sorted_names(points):
 def best_first(points):
     found = _front(points, _dominates)
     return sorted(found, key=points.get)
+
+
+@wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
+def skips_groups_of_zeros(weight, bits, group_size):
+    groups = weight.unflatten(-1, (-1, group_size))
+    passed = groups + (_rounded(weight.detach(), bits, group_size).view_as(groups) - groups).detach()
+    return torch.where(groups.detach().abs().amax(-1, keepdim=True) > 0, passed, 0.0).flatten(-2)
+
+
+@wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
+def a_gradient_for_the_first_row(weight, bits, group_size):
+    rounded = _rounded(weight.detach(), bits, group_size)
+    return torch.cat([weight[:1] + (rounded[:1] - weight[:1]).detach(), rounded[1:]])
+
+
+@wrong("fake_quantize", fails="the gradient passes unchanged, through every weight")
+def a_gradient_for_the_first_group(weight, bits, group_size):
+    rounded, first = _rounded(weight.detach(), bits, group_size), weight[:, :group_size]
+    return torch.cat([first + (rounded[:, :group_size] - first).detach(), rounded[:, group_size:]], -1)

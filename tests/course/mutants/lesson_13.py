@@ -1,5 +1,7 @@
 """Wrong solutions of lesson 13: drafts that are accepted, prompt lookup, how many drafts pay."""
 
+from itertools import accumulate
+
 from tests.course.mutants import wrong
 
 # ---- accepted
@@ -65,6 +67,16 @@ def finds_the_place_by_value(drafts, sampled):
     return sampled[: drafts.index(wrong[0]) + 1] if wrong else list(sampled)
 
 
+@wrong("accepted", fails="tokens may repeat")
+def takes_the_token_after_the_draft_by_its_value(drafts, sampled):
+    gained = [sampled[0]]
+    for draft in drafts:
+        if draft != gained[-1]:
+            break
+        gained.append(sampled[drafts.index(draft) + 1])
+    return gained
+
+
 @wrong("accepted", fails="any number of drafts, and any token id")
 def up_to_seven_drafts(drafts, sampled):
     return sampled[: min(_right(drafts, sampled), 7) + 1]
@@ -76,6 +88,16 @@ def compares_objects(drafts, sampled):
     while right < len(drafts) and drafts[right] is sampled[right]:
         right += 1
     return sampled[: right + 1]
+
+
+@wrong("accepted", fails="any number of drafts, and any token id")
+def compares_bytes(drafts, sampled):
+    return sampled[: _right([each % 256 for each in drafts], [each % 256 for each in sampled]) + 1]
+
+
+@wrong("accepted", fails="any number of drafts, and any token id")
+def compares_16_bits(drafts, sampled):
+    return sampled[: _right([each % 2**16 for each in drafts], [each % 2**16 for each in sampled]) + 1]
 
 
 # ---- lookup
@@ -176,6 +198,16 @@ def the_last_token_only(tokens, most, sizes=SIZES):
 
 
 @wrong("lookup", fails="all n tokens are the same, in the same order")
+def the_first_the_middle_and_the_last_token(tokens, most, sizes=SIZES):
+    for size in sizes:
+        last = tokens[-size:]
+        for begin in range(len(tokens) - size - 1, -1, -1):
+            if all(tokens[begin + at] == last[at] for at in (0, size // 2, size - 1)):
+                return tokens[begin + size : begin + size + most]
+    return []
+
+
+@wrong("lookup", fails="all n tokens are the same, in the same order")
 def searches_in_text(tokens, most, sizes=SIZES):
     text = " ".join(map(str, tokens))
     for size in sizes:
@@ -193,6 +225,45 @@ def joins_ids_without_a_separator(tokens, most, sizes=SIZES):
             if joined[begin] == joined[-1]:
                 return tokens[begin + size : begin + size + most]
     return []
+
+
+@wrong("lookup", fails="all n tokens are the same, in the same order")
+def searches_in_text_from_the_begin_of_an_id(tokens, most, sizes=SIZES):
+    text = "".join(f" {each}" for each in tokens)
+    for size in sizes:
+        last = "".join(f" {each}" for each in tokens[-size:])
+        if size < len(tokens) and (at := text.rfind(last, 0, len(text) - 1)) >= 0:
+            begin = text[:at].count(" ") + size
+            return tokens[begin : begin + most]
+    return []
+
+
+@wrong("lookup", fails="a place at the very beginning counts")
+def needs_two_tokens_more_than_n(tokens, most, sizes=SIZES):
+    return _drafts(tokens, most, [size for size in sizes if len(tokens) >= size + 2])
+
+
+@wrong("lookup", fails="any length of the text, and any token id")
+def compares_ids_as_objects(tokens, most, sizes=SIZES):
+    for size in sizes:
+        for begin in range(len(tokens) - size - 1, -1, -1):
+            if all(tokens[begin + at] is tokens[len(tokens) - size + at] for at in range(size)):
+                return tokens[begin + size : begin + size + most]
+    return []
+
+
+@wrong("lookup", fails="any length of the text, and any token id")
+def ids_in_bytes(tokens, most, sizes=SIZES):
+    low = [each % 256 for each in tokens]
+    for size in sizes:
+        if places := _places(low, size):
+            return tokens[places[0] + size : places[0] + size + most]
+    return []
+
+
+@wrong("lookup", fails="any length of the text, and any token id")
+def looks_back_a_thousand_tokens(tokens, most, sizes=SIZES):
+    return _drafts(tokens[-1000:], most, sizes)
 
 
 @wrong("lookup", fails="a place at the very beginning counts")
@@ -215,8 +286,25 @@ def always_a_pair_in_the_end(tokens, most, sizes=SIZES):
 
 
 @wrong("lookup", fails="`sizes` says which n are tried")
+def one_token_is_enough_by_default(tokens, most, sizes=(*SIZES, 1)):
+    return _drafts(tokens, most, sizes)
+
+
+@wrong("lookup", fails="`sizes` says which n are tried")
+def three_tokens_by_default(tokens, most, sizes=(8, 4, 3, 2)):
+    return _drafts(tokens, most, sizes)
+
+
+@wrong("lookup", fails="`sizes` says which n are tried")
 def the_largest_size_first(tokens, most, sizes=SIZES):
     return _drafts(tokens, most, sorted(sizes, reverse=True))
+
+
+@wrong("lookup", fails="`sizes` says which n are tried")
+def the_next_size_if_fewer_follow(tokens, most, sizes=SIZES):
+    found = [_drafts(tokens, most, [size]) for size in sizes]
+    enough = [drafts for drafts in found if len(drafts) == most]
+    return next(iter(enough or filter(None, found)), [])
 
 
 # ---- best_count
@@ -253,6 +341,33 @@ def each_draft_gains_p(p, step_ms):
     return _best(p, step_ms, lambda p, count: 1 + p * count)
 
 
+@wrong("best_count", fails="a draft counts only if all those before it are right")
+def begins_with_the_square(p, step_ms):
+    return _best(p, step_ms, lambda p, count: 1 + sum(p ** (draft + 1) for draft in range(1, count + 1)))
+
+
+@wrong("best_count", fails="a high price of the first draft does not end the search")
+def sorts_the_times(p, step_ms):
+    return best_of(p, sorted(step_ms))
+
+
+@wrong("best_count", fails="a high price of the first draft does not end the search")
+def gives_up_after_three_that_are_no_better(p, step_ms):
+    rates = [sum(p**power for power in range(count + 1)) / ms for count, ms in enumerate(step_ms)]
+    best = 0
+    for count, rate in enumerate(rates):
+        if rate > rates[best]:
+            best = count
+        elif count - best >= 3:
+            break
+    return best
+
+
+@wrong("best_count", fails="a high price of the first draft does not end the search")
+def times_that_never_fall(p, step_ms):
+    return best_of(p, list(accumulate(step_ms, max)))
+
+
 @wrong("best_count", fails="a high price of the first draft does not end the search")
 def up_to_the_first_fall(p, step_ms):
     rates = [sum(p**power for power in range(count + 1)) / ms for count, ms in enumerate(step_ms)]
@@ -267,6 +382,11 @@ def a_sum_of_one_for_p_of_one(p, step_ms):
     return _best(p, step_ms, lambda p, count: 1.0 if p == 1 else (1 - p ** (count + 1)) / (1 - p))
 
 
+@wrong("best_count", fails="drafts that are always right")
+def no_token_of_its_own_for_p_of_one(p, step_ms):
+    return _best(p, step_ms, lambda p, count: count if p == 1 else (1 - p ** (count + 1)) / (1 - p))
+
+
 @wrong("best_count", fails="of equally good numbers, the fewest")
 def the_most_of_equals(p, step_ms):
     rates = [sum(p**power for power in range(count + 1)) / ms for count, ms in enumerate(step_ms)]
@@ -276,6 +396,11 @@ def the_most_of_equals(p, step_ms):
 @wrong("best_count", fails="step_ms may have any length, and any unit")
 def up_to_seven(p, step_ms):
     return best_of(p, step_ms[:8])
+
+
+@wrong("best_count", fails="step_ms may have any length, and any unit")
+def none_below_the_break_even_of_an_h200(p, step_ms):
+    return best_of(p, step_ms) if p >= 0.22 or p == 0 else 0
 
 
 @wrong("best_count", fails="step_ms may have any length, and any unit")

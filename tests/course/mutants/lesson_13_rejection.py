@@ -38,6 +38,39 @@ def accepts_what_the_target_never_chooses(p, q, draft, u, v):
     return draft if u <= p[draft] / q[draft] else pick(np.maximum(p - q, 0), v)
 
 
+@wrong("accept_or_resample", fails=RATIO)
+def divides_by_a_little_more_than_q(p, q, draft, u, v):
+    return draft if u < p[draft] / (q[draft] + 1e-3) else pick(np.maximum(p - q, 0), v)
+
+
+@wrong("accept_or_resample", fails=RATIO)
+def divides_by_no_less_than_a_twentieth(p, q, draft, u, v):
+    return draft if u < p[draft] / max(q[draft], 0.05) else pick(np.maximum(p - q, 0), v)
+
+
+@wrong("accept_or_resample", fails=RESIDUAL)
+def resamples_from_a_rounded_residual(p, q, draft, u, v):
+    return draft if accepts(p, q, draft, u) else pick(np.maximum(p - q, 0).round(3), v)
+
+
+@wrong("accept_or_resample", fails=RESIDUAL)
+def resamples_from_half_precision(p, q, draft, u, v):
+    left = np.maximum(p.astype(np.float16) - q.astype(np.float16), 0)
+    return draft if accepts(p, q, draft, u) else pick(left, v)
+
+
+@wrong("accept_or_resample", fails=RESIDUAL)
+def leaves_out_what_is_hardly_missing(p, q, draft, u, v):
+    left = p - q
+    return draft if accepts(p, q, draft, u) else pick(np.where(left > min(1e-3, left.max() / 2), left, 0), v)
+
+
+@wrong("accept_or_resample", fails=RESIDUAL)
+def picks_the_first_token_with_0(p, q, draft, u, v):
+    total = np.cumsum(np.maximum(p - q, 0))
+    return draft if accepts(p, q, draft, u) else int(np.searchsorted(total, v * total[-1]))
+
+
 @wrong("accept_or_resample", fails=RESIDUAL)
 def resamples_from_p(p, q, draft, u, v):
     return draft if accepts(p, q, draft, u) else pick(p, v)

@@ -47,6 +47,17 @@ def a_list_of_a_search_with_float32_strengths(weight, magnitude, moment, rounded
     return min(tried, key=lambda each: each[0])[1]
 
 
+@right("awq_scales")
+def of_the_first_of_equal_errors_in_a_dict(weight, magnitude, moment, rounded, allowed):
+    tried = {}
+    for strength in reversed([step / 10 for step in range(10)]):
+        powers = magnitude.clamp_min(1e-4).pow(strength)
+        scales = allowed(powers.mul(powers.max().mul(powers.min()).rsqrt()))
+        lost = weight - rounded(weight * scales).div(scales)
+        tried[lost.matmul(moment).mul(lost).sum().item()] = scales, strength
+    return tried[min(tried)]
+
+
 @right("compensate")
 def by_the_rest_of_the_moment(weights, at, value, moment):
     """Set the gradient of the free weights to 0, without the inverse of H."""

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from minillm import LLM
+from minillm.advice import plan
+from minillm.advice.plan import Plan
 from minillm.config import EngineConfig, Traffic
 from minillm.errors import ConfigError
 from minillm.kernels import launch_configs
 from minillm.model.loader import EMBEDDED, read_config
-from minillm.runner import plan
-from minillm.runner.plan import Plan
 
 TINY = read_config(EMBEDDED)
 TRAFFIC = Traffic(concurrency=6, input_len=40, output_len=24)

@@ -1,4 +1,4 @@
-"""A plan: what `minillm build` found for one model, one kind of traffic and one GPU, in a JSON file.  Lesson 11.
+"""A plan: measurements of `minillm build` for one model, one kind of traffic and one GPU, in a JSON file.  Lesson 11.
 
 It holds the engine options for that traffic, the decode steps to capture as CUDA graphs before the first request, and
 the kernel launches that were faster on this GPU than the kernels' defaults. As with TensorRT engines, the measurements
@@ -117,6 +117,10 @@ class Plan:
         ]
         if reasons:
             raise ConfigError(f"the plan was made for {', '.join(reasons)}; {self._rebuild()}, or run without a plan")
+
+    def for_executor(self) -> dict[str, Any]:
+        """The arguments of `LocalExecutor` that a plan sets. Raises ConfigError for a launch that fits no kernel."""
+        return {"kernel_configs": self.table(), "graphs": self.graphs}
 
     def table(self) -> Table:
         """The measured launches in the form that kernels look up. Raises ConfigError for one that fits no kernel."""

@@ -1,0 +1,120 @@
+"""Captured steps with adapters: a second set of graphs, so that steps without adapters replay what they always did."""
+
+from dataclasses import replace
+
+import pytest
+
+from minillm import LLM, SamplingParams, ops
+from minillm.engine.adapters import some_adapter
+from minillm.errors import InvalidRequest
+from minillm.runner.executor import WatchedExecutor
+from tests import models, peft_files
+from tests.emulated_graphs import emulated_graphs
+
+pytest.importorskip("triton", reason="graphs need triton, which is not installed here")
+GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+NAMES = [None, "adapter 0", "adapter 2"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    models.make("gemma-multi-query", num_hidden_layers=2).save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def adapters(directory, tmp_path_factory):
+    return peft_files.several(tmp_path_factory.mktemp("adapters"), directory, 3)
+
+
+def shapes(llm):
+    """Which graphs have been replayed: (kind, whether adapters are in it)."""
+    captured = llm.engine.executor.runner.graphs.captured
+    graphs = {("decode", key.adapted): each for key, each in captured.decodes.items()}
+    graphs |= {("mixed", key[-1]): each for key, each in captured.mixed.items()}
+    return {key for key, each in graphs.items() if each.graph.count}
+
+
+@pytest.mark.proof
+def test_steps_with_adapters_replay_graphs_of_their_own(directory, adapters, monkeypatch):
+    prompts = [[7, 8, 9], [7, 8, 9, 10], [11]]
+    with LLM(directory, dtype="float32", device="cpu", adapters=adapters) as llm:
+        expected = [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=NAMES)]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
+    with emulated_graphs():
+        monkeypatch.setattr(ops.on("cpu"), "add_low_rank", ops.triton.add_low_rank)
+        with LLM(directory, adapters=adapters, **options) as llm:
+            together = [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=NAMES)]
+            assert shapes(llm) <= {("decode", True), ("mixed", True), ("decode", False)}
+            alone = llm.generate(prompts[1], GREEDY, adapter=NAMES[1])[0].token_ids
+            replayed = shapes(llm)
+            assert {("decode", True), ("mixed", True)} <= replayed
+            single_row = llm.engine.executor.runner.graphs.decodes.single_row
+            assert single_row is not None
+            base = llm.generate(prompts[0], GREEDY)[0].token_ids
+            assert shapes(llm) >= replayed | {("decode", False), ("mixed", False)}
+    assert together == expected and alone == expected[1] and base == expected[0]
+
+
+def test_each_shape_is_captured_with_adapters_and_without(directory, adapters, monkeypatch):
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
+    with emulated_graphs(), LLM(directory, adapters=adapters, **options) as llm:
+        graphs, seen = llm.engine.executor.runner.graphs, []
+        for kind in graphs.kinds:
+            monkeypatch.setattr(type(kind), "capture", lambda _, shape: seen.append(shape))
+        graphs.capture_all()
+        plain = {each for each in seen if not each.adapted}
+        assert {each._replace(adapted=True) for each in plain} == {each for each in seen if each.adapted}
+        assert {each.rows for each in plain} >= {1, 2, 3} and set(graphs.mixed.shapes) <= plain
+
+
+def test_warming_up_runs_the_same_prompts_with_an_adapter_and_without(directory, adapters):
+    """Else the first request with one would compile kernels, and all others in its steps would wait."""
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
+    with LLM(directory, adapters=adapters, **options) as llm:
+        seen = SeenSlots(llm.engine.executor)
+        with llm.engine.running_on(seen):
+            llm.warm_up()
+            assert not seen.found, "there is nothing to compile on a CPU"
+            seen.facts = replace(seen.facts, captures=True)
+            llm.warm_up()
+        assert {length for length, slot in seen.found if slot} == {1, 4, 16}
+        assert {length for length, slot in seen.found if not slot} == {1, 4, 16}
+
+
+def test_where_none_is_loaded_an_adapter_that_changes_nothing_stands_in(directory, adapters):
+    options = {"dtype": "float32", "device": "cpu"}
+    with LLM(directory, max_loras=1, **options) as llm:
+        own = llm.generate([7, 8, 9], GREEDY)[0].token_ids
+        with some_adapter(llm.engine) as name:
+            assert llm.generate([7, 8, 9], GREEDY, adapter=name)[0].token_ids == own
+        assert llm.engine.adapters.names == [] and not llm.engine.executor.runner.state.adapters._ready
+        with pytest.raises(InvalidRequest, match="is not loaded"):
+            llm.generate([7, 8, 9], GREEDY, adapter=name)
+        llm.engine.load_adapter("adapter 0", adapters["adapter 0"])
+        with some_adapter(llm.engine) as name:
+            assert name == "adapter 0"
+        assert llm.engine.adapters.names == ["adapter 0"]
+    with LLM(directory, **options) as llm, some_adapter(llm.engine) as name:
+        assert name is None
+
+
+class SeenSlots(WatchedExecutor):
+    """Finds each new request's number of tokens and whether it has a slot."""
+
+    def __init__(self, executor):
+        super().__init__(executor)
+        self.found = set()
+
+    def launch(self, step):
+        self.found |= {(len(new.tokens), new.adapter[1] > 0) for new in step.new_rows}
+        return super().launch(step)
+
+
+def test_the_fused_step_of_one_row_declines_an_adapter(directory, adapters, monkeypatch):
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
+    with emulated_graphs(), LLM(directory, adapters=adapters, **options) as llm:
+        fused = llm.engine.executor.runner.graphs.decodes.single_row
+        monkeypatch.setattr(type(fused), "logits", lambda *_: pytest.fail("it knows nothing of adapters"))
+        llm.generate([7, 8], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True), adapter="adapter 1")

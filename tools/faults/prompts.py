@@ -1,0 +1,153 @@
+"""Faults in prompts with embeddings: what identifies them, what is accepted, where they go."""
+
+from . import Fault
+
+EMBEDDINGS, SAVED = "minillm/prompts/embeddings.py", "minillm/prompts/saved_tensor.py"
+ATTACKS = "tests/prompts/test_saved_tensor.py -k attack"
+
+FAULTS = (
+    Fault(
+        "embeddings are not hashed into the keys of their blocks",
+        "minillm/kv_cache/block_pool.py",
+        "content += embeddings.digest(start, start + block_size)",
+        "content += b'embeddings'",
+        "tests/prompts/test_embeddings.py -k one_other_element",
+    ),
+    Fault(
+        "a key has the embeddings of the block before",
+        "minillm/kv_cache/block_pool.py",
+        "embeddings.digest(start, start + block_size)",
+        "embeddings.digest(max(start - block_size, 0), start)",
+        "tests/prompts/test_embeddings.py -k one_other_element",
+    ),
+    Fault(
+        "a running request registers its embeddings as tokens",
+        "minillm/scheduler/scheduler.py",
+        "request.cache_key, known, request.embeddings)",
+        "request.cache_key, known)",
+        "tests/engine/test_prompt_embeds.py -k shared_by_equal_embeddings",
+    ),
+    Fault(
+        "a hash of embeddings leaves out the last one",
+        EMBEDDINGS,
+        "values = self.between(start, end)[1]",
+        "values = self.between(start, end)[1][:-1]",
+        "tests/prompts/test_embeddings.py -k one_other_element",
+    ),
+    Fault(
+        "embeddings keep the memory of the caller's tensor",
+        "minillm/prompts/tensors.py",
+        ", copy=True)",
+        ")",
+        "tests/prompts/test_embeddings.py -k may_change",
+    ),
+    Fault(
+        "NaN is accepted",
+        EMBEDDINGS,
+        "if not (values.min() >= -largest and values.max() <= largest):",
+        "if values.min() < -largest or values.max() > largest:",
+        "tests/prompts/test_embeddings.py -k other_values",
+    ),
+    Fault(
+        "a chunk reads the embeddings of the prompt's beginning",
+        "minillm/runner/embedded_rows.py",
+        "embeddings.between(start, end)",
+        "embeddings.between(0, end - start)",
+        "tests/engine/test_prompt_embeds.py -k 'embeddings_of_tokens or transformers_takes'",
+    ),
+    Fault(
+        "a step of one embedding is run as a decode of a token",
+        "minillm/runner/runner.py",
+        "if step.decodes_only and step.drafts is None and embedded is None:",
+        "if step.decodes_only and step.drafts is None:",
+        "tests/engine/test_prompt_embeds.py -k no_decode",
+    ),
+    Fault(
+        "a preempted request comes back without its embeddings",
+        "minillm/scheduler/step.py",
+        "adapter, request.embeddings)",
+        "adapter, None if len(request.known) > prompt else request.embeddings)",
+        "tests/engine/test_prompt_embeds.py -k preempted",
+    ),
+    Fault(
+        "embeddings are multiplied by the scale of tokens",
+        "minillm/model/decoder.py",
+        "batch.embedded[1].to(embedded.dtype))",
+        "batch.embedded[1].to(embedded.dtype) * scale)",
+        "tests/engine/test_prompt_embeds.py -k embeddings_of_tokens",
+    ),
+    Fault(
+        "a placeholder is penalized as a token",
+        "minillm/runner/adjusted_logits.py",
+        "here = (position < known[:, None]) & (history >= 0)",
+        "here = position < known[:, None]\n    history = history.clamp(min=0)",
+        "tests/runner/test_sampler.py -k leave_out",
+    ),
+    Fault(
+        "a placeholder is drafted",
+        "minillm/speculation/ngram.py",
+        "return drafts[: drafts.index(EMBEDDED)]",
+        "pass",
+        "tests/engine/test_prompt_embeds.py -k 'drafts and ngram'",
+    ),
+    Fault(
+        "a draft model is asked about embeddings",
+        "minillm/speculation/control.py",
+        "request.options.speculate and not (self.slow and request.embeddings is not None)",
+        "request.options.speculate",
+        "tests/engine/test_prompt_embeds.py -k 'drafts and self'",
+    ),
+    Fault(
+        "a view of a storage is accepted",
+        SAVED,
+        "if tensor.offset or stored.length != length or len(numbers) != length * _SIZES[stored.dtype]:",
+        "if len(numbers) < length * _SIZES[stored.dtype]:",
+        ATTACKS,
+    ),
+    Fault("strides are ignored", SAVED, "if tensor.strides[-1] != 1 or", "if False and", ATTACKS),
+    Fault("a compressed archive is accepted", SAVED, "if method or packed != length:", "if False:", ATTACKS),
+    Fault("an archive may have any number of files", SAVED, "not 0 < count <= _ENTRIES", "not 0 < count", ATTACKS),
+    Fault("a description may have any length", SAVED, 'if len(files["data.pkl"]) > _PICKLE:', "if False:", ATTACKS),
+    Fault(
+        "the server takes embeddings although it is not told to",
+        "minillm/server/worker/app.py",
+        "if not facts.config.enable_prompt_embeds:",
+        "if False:",
+        "tests/server/test_prompt_embeds.py -k off_unless",
+    ),
+    Fault(
+        "a tensor is decoded before its length is checked",
+        "minillm/server/worker/app.py",
+        "if len(saved) > (most := saved_length(facts.max_request_len, facts.hidden_size)):",
+        "if (most := saved_length(facts.max_request_len, facts.hidden_size)) < 0:",
+        "tests/server/test_prompt_embeds.py -k limits_are_checked",
+    ),
+    Fault(
+        "the router does not know a prompt's embeddings",
+        "minillm/deploy/replicas.py",
+        "identity, known, embeddings)",
+        "identity, known)",
+        "tests/deploy/test_replicas.py -k embeddings_are_part",
+    ),
+    Fault(
+        "a request that goes on elsewhere leaves its embeddings behind",
+        "minillm/deploy/replicas.py",
+        "values=form.values)",
+        ")",
+        "tests/deploy/test_replicas.py -k goes_on_elsewhere_with",
+    ),
+    Fault(
+        "a soft prompt goes after the prompt",
+        "minillm/engine/adapters.py",
+        "EmbeddedPrompt.of([found, prompt])",
+        "EmbeddedPrompt.of([prompt, found])",
+        "tests/adapters/test_soft_prompts.py -k 'before_the_prompt or transformers'",
+    ),
+    Fault(
+        "a soft prompt stays after it was unloaded",
+        "minillm/engine/adapters.py",
+        "        del self.adapters.found[name]\n        if load:",
+        "        if load:\n            del self.adapters.found[name]",
+        "tests/adapters/test_soft_prompts.py -k loaded_and_unloaded",
+    ),
+)
