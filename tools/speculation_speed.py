@@ -4,6 +4,7 @@
     python tools/speculation_speed.py --draft DIRECTORY --parts draft      with a draft model
     python tools/speculation_speed.py --model gemma-2b --load-format dummy --dtype bfloat16 --parts worst synthetic \
         --drafts 7 3 --output-len 256 --record speculation                      the shape of a large one, on a GPU
+    python tools/speculation_speed.py ... --ahead --record speculation-ahead    with drafts that the device finds
 
 The parts:
 
@@ -15,6 +16,9 @@ synthetic  drafts that are right by a coin: a proposer that knows the output, wh
            differently, so the output is not known: there drafts are accepted by the coin, whatever the model samples
 draft      the draft model of `--draft`, on stories; temperature 0 and 0.7
 exact      what `exact` costs without drafts, prompts and decodes together; only if it is named
+
+With --ahead, the device finds its drafts itself. Those of random weights, which repeat a token, are all right, so a
+coin decides there on the device, too.
 
 Each row is printed, and written to the record, as soon as it is measured. On a GPU, decode steps are captured before.
 A speed-up is the median over rounds of the time without, divided by the time with drafts right before or after it. The
@@ -36,6 +40,9 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
+import triton
+import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -43,6 +50,7 @@ import minillm  # noqa: E402
 from minillm import LLM, SamplingParams, pretrained  # noqa: E402
 from minillm.bench import records  # noqa: E402
 from minillm.errors import MinillmError  # noqa: E402
+from minillm.kernels import prompt_lookup  # noqa: E402
 from minillm.runner import launched  # noqa: E402
 from minillm.scheduler import Step  # noqa: E402
 from minillm.speculation import Asked, every_draft_runs  # noqa: E402
@@ -114,12 +122,45 @@ def by_coin(right: float) -> Callable[[Step, np.ndarray], launched.Results]:
     return agreed
 
 
+@triton.jit
+def accept_by_coin_kernel(
+    rows_ptr, counts_ptr, positions_ptr, drafts_ptr, right_ptr, lengths_ptr, accepted_ptr, PAD_ROW,
+    MOST: tl.constexpr, RING: tl.constexpr, FOUND: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0)
+    row = tl.load(rows_ptr + i).to(tl.int64)
+    count = tl.load(counts_ptr + i).to(tl.int32)
+    if (row != PAD_ROW) & (count >= 0):
+        length = tl.load(positions_ptr + i).to(tl.int32)
+        each = tl.arange(0, MOST)
+        drafts = tl.load(drafts_ptr + i + 1 + each, mask=each < count, other=-1)
+        right = tl.rand(row, length * MOST + each) < tl.load(right_ptr)
+        accepted = 1 + tl.min(tl.where((drafts >= 0) & right, MOST, each))
+        tl.store(lengths_ptr + row, length + accepted)
+        tl.store(accepted_ptr + row * RING + length % RING, tl.sum((drafts >= 0).to(tl.int32)) * FOUND + accepted)
+
+
+class DeviceCoin:
+    """In place of `prompt_lookup.accept`: accepts each draft with a chance of `right`, if those before it are."""
+
+    def __init__(self) -> None:
+        self.right = torch.ones(1, device="cuda")
+
+    def accept(self, rows, counts, running, sampled, lengths, accepted, most: int) -> None:
+        accept_by_coin_kernel[(len(rows),)](
+            rows, counts, running.positions, running.host_tokens, self.right, lengths, accepted, len(lengths) - 1,
+            MOST=triton.next_power_of_2(most + 1), RING=accepted.shape[1], FOUND=prompt_lookup.FOUND, num_warps=1,
+        )  # fmt: skip
+
+
 class Pair:
     """Two engines with the same options, one of which drafts."""
 
-    def __init__(self, model: str | None, speculate: str, options: dict[str, Any], longest: int = 0):
+    def __init__(
+        self, model: str | None, speculate: str, options: dict[str, Any], longest: int = 0, ahead: bool = False
+    ):
         self.plain = LLM(model, **options)
-        self.drafting = LLM(model, **options, speculate=speculate)
+        self.drafting = LLM(model, **options, speculate=speculate, speculate_ahead=ahead)
         self.on_gpu = self.plain.engine.config.device.startswith("cuda")
         for each in (self.plain, self.drafting):
             _capture(each, longest)
@@ -171,7 +212,10 @@ def _capture(llm: LLM, longest: int) -> None:
     if graphs is not None and longest:
         decodes, block = graphs.decodes, llm.engine.config.block_size
         widths = {decodes.width(blocks) for blocks in range(1, -(-longest // block) + 1)}
-        decodes.capture_sizes(type(decodes.largest)(size, width) for size in decodes.sizes for width in widths)
+        shapes = [type(decodes.largest)(size, width) for size in decodes.sizes for width in widths]
+        decodes.capture_sizes(shapes)
+        if graphs.lookups is not None:
+            graphs.lookups.capture_sizes(shapes)
 
 
 def tasks(options: argparse.Namespace) -> Iterator[dict]:
@@ -181,7 +225,7 @@ def tasks(options: argparse.Namespace) -> Iterator[dict]:
         print(f"tasks are left out: {error}", file=sys.stderr)
         return
     made = {"device": options.device, "max_num_seqs": 4, "enable_prefix_caching": False}
-    pair = Pair(place, "ngram", made, 512 + options.output_len)
+    pair = Pair(place, "ngram", made, 512 + options.output_len, options.ahead)
     params, tokenizer = SamplingParams(max_tokens=options.output_len, temperature=0), pair.plain.tokenizer
     for task, question in TASKS.items():
         chat = [{"role": "user", "content": question}]
@@ -197,12 +241,27 @@ def random_prompts(count: int, vocabulary: int, length: int) -> list[list[int]]:
 
 
 @cache
-def known_pair(model: str | None, longest: int, **settings: Any) -> Pair:
-    return Pair(model, "ngram", settings, longest)
+def known_pair(model: str | None, longest: int, ahead: bool, **settings: Any) -> Pair:
+    return Pair(model, "ngram", settings, longest, ahead)
 
 
-def with_known_outputs(options: argparse.Namespace, chances: Sequence[float], batches: Sequence[int], every: bool):
-    pair = known_pair(options.model, options.input_len + options.output_len, **engine_options(options))
+@cache
+def device_coin() -> DeviceCoin:
+    """One for all engines, whose captured steps keep it."""
+    return DeviceCoin()
+
+
+def with_known_outputs(
+    options: argparse.Namespace, chances: Sequence[float], batches: Sequence[int], every: bool
+) -> Iterator[dict]:
+    on_device = options.ahead and options.device != "cpu" and torch.cuda.is_available()
+    with patch.object(prompt_lookup, "accept", device_coin().accept) if on_device else nullcontext():
+        yield from _with_known_outputs(options, chances, batches, every, device_coin() if on_device else None)
+
+
+def _with_known_outputs(options, chances, batches, every: bool, device: DeviceCoin | None) -> Iterator[dict]:
+    longest = options.input_len + options.output_len
+    pair = known_pair(options.model, longest, options.ahead, **engine_options(options))
     vocabulary = pair.plain.model_config.vocab_size
     params = SamplingParams(max_tokens=options.output_len, temperature=0, ignore_eos=True)
     for batch in batches:
@@ -210,11 +269,16 @@ def with_known_outputs(options: argparse.Namespace, chances: Sequence[float], ba
         done = pair.plain.generate(prompts, params)
         outputs = [[*prompt, *each.outputs[0].token_ids] for prompt, each in zip(prompts, done, strict=True)]
         for most, right in product(options.drafts if every else [max(options.drafts)], chances):
-            proposer = partial(Known, outputs, right, vocabulary, most)
-            coin = patch.object(launched, "agreed", by_coin(right)) if pair.on_gpu and every else nullcontext()
+            proposer: Callable | None = partial(Known, outputs, right, vocabulary, most)
+            if options.ahead:
+                pair.drafting.engine.scheduler.speculation.most, proposer = most, None
+            if device is not None:
+                device.right.fill_(right)
+            by_chance = device is not None or (pair.on_gpu and every)
+            coin = patch.object(launched, "agreed", by_coin(right)) if by_chance else nullcontext()
             with every_draft_runs() if every else nullcontext(), coin:
                 found = pair.measured(prompts, params, options.rounds, proposer)
-            yield {"drafts": most, "right": right, "accepted_by_coin": pair.on_gpu and every, **found}
+            yield {"drafts": most, "right": right, "accepted_by_coin": by_chance, **found}
 
 
 def worst(options: argparse.Namespace) -> Iterator[dict]:
@@ -296,6 +360,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--drafts", nargs="+", type=int, default=[7], help="most of a request in a step; `synthetic`: each"
     )
+    parser.add_argument("--ahead", action="store_true", help="the device finds drafts: speculate_ahead")
     parser.add_argument("--choose", action="store_true", help="`synthetic`: run only the drafts that are worth it")
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=160)
