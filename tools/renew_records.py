@@ -30,6 +30,7 @@ SPARSE = ",".join(["sparse24", *(f"pruned-s{percent}" for percent in range(20, 9
 RECORDS = {
     "cpu": {
         "adapters": "python data/train_adapters.py --measure --out data/adapters --record",
+        "adapter-ranks": "python data/adapter_ranks.py --record",
         "abuse": "python tools/abuse_server.py --record",
         "batching": "minillm bench batching --json",
         "busy-machine": "python tools/busy_machine.py --record",

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+AGAIN = 1.0  # seconds of CPU time from one interrupt to the next
+
 
 class TookTooLong(BaseException):
     """The limit was reached. Not an Exception, so that a learner's `except Exception` does not catch it."""
@@ -16,7 +18,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise TookTooLong in the block once it has used this much CPU time, so that a busy machine changes nothing.
 
     There is no limit outside the main thread and on Windows. Python code is interrupted between two instructions; a
-    long call into C, such as one matrix product, first returns.
+    long call into C, such as one matrix product, first returns. An exception that is raised while Python deletes an
+    object or collects garbage is lost, so it is raised again until one arrives.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
@@ -26,7 +29,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TookTooLong
 
     before = signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN)
     try:
         yield
     finally:
