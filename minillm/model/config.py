@@ -244,6 +244,22 @@ PRESETS = {
         bos_token_id=151643,
         eos_token_ids=(151645, 151643),
     ),
+    "llama-3.1-8b": ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_model_len=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=RopeScaling("llama3", 8.0),
+        bos_token_id=128000,
+        eos_token_ids=(128001,),
+    ),
 }
 
 
