@@ -34,8 +34,13 @@ class Outbox(NamedTuple):
 @triton.jit
 def send(peers_ptr, offset, numbers, mask, epoch, RANKS: tl.constexpr):
     """Store float32 numbers, each with the epoch, at `offset` in every rank's inboxes. peers_ptr: their addresses."""
-    bits = numbers.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    words = (epoch.to(tl.int64) << 32) | bits
+    send_bits(peers_ptr, offset, numbers.to(tl.int32, bitcast=True), mask, epoch, RANKS)
+
+
+@triton.jit
+def send_bits(peers_ptr, offset, bits, mask, epoch, RANKS: tl.constexpr):
+    """Store int32 numbers, each with the epoch, at `offset` in every rank's inboxes. peers_ptr: their addresses."""
+    words = (epoch.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
     for rank in tl.static_range(RANKS):
         inboxes_ptr = tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64))
         tl.store(inboxes_ptr + offset, words, mask=mask)
@@ -46,12 +51,28 @@ def received(inbox_ptr, columns, mask, epoch, stride, RANKS: tl.constexpr):
     """The sum of all ranks' float32 numbers for these columns, once all are there. inbox_ptr: int64 [RANKS, stride]."""
     total = tl.zeros(columns.shape, tl.float32)
     for rank in tl.static_range(RANKS):
-        at = inbox_ptr + rank * stride + columns
-        words = tl.load(at, mask=mask, other=0, volatile=True)
-        while tl.sum((((words >> 32).to(tl.int32) != epoch) & mask).to(tl.int32)) > 0:
-            words = tl.load(at, mask=mask, other=0, volatile=True)
-        total += words.to(tl.int32).to(tl.float32, bitcast=True)
+        total += arrived(inbox_ptr + rank * stride + columns, mask, epoch).to(tl.float32, bitcast=True)
     return total
+
+
+@triton.jit
+def received_pairs(inbox_ptr, columns, mask, epoch, stride, KIND: tl.constexpr, RANKS: tl.constexpr):
+    """Like `received`, of words with two 16-bit numbers of KIND: the sums of the first ones, and of the second ones."""
+    first, second = tl.zeros(columns.shape, tl.float32), tl.zeros(columns.shape, tl.float32)
+    for rank in tl.static_range(RANKS):
+        bits = arrived(inbox_ptr + rank * stride + columns, mask, epoch)
+        first += bits.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+        second += (bits >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def arrived(at, mask, epoch):
+    """The int32 numbers in the words at these addresses, once all words have this epoch."""
+    words = tl.load(at, mask=mask, other=0, volatile=True)
+    while tl.sum((((words >> 32).to(tl.int32) != epoch) & mask).to(tl.int32)) > 0:
+        words = tl.load(at, mask=mask, other=0, volatile=True)
+    return words.to(tl.int32)
 
 
 @triton.jit
@@ -123,21 +144,34 @@ def summed(
 def reduce_kernel(
     x_ptr, residual_ptr, norm_ptr, out_ptr, sum_ptr, peers_ptr, inbox_ptr, epochs_ptr, x_stride, residual_stride, eps,
     rank, MOST, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A row of the sum of all ranks' x; with a norm, that plus the residual, and its norm."""
+    """A row of the sum of all ranks' x; with a norm, that plus the residual, and its norm. PAIRS: two in a word."""
     row = tl.program_id(0)
     columns = tl.arange(0, TILE)
     inside = columns < COLUMNS
     epoch = tl.load(epochs_ptr + row) + 1
-    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    x_ptr += row.to(tl.int64) * x_stride
     at = (epoch & 1) * RANKS * MOST + row  # the row of rank 0's part
-    send(peers_ptr, ((at + rank * MOST) * WIDTH).to(tl.int64) + columns, x, inside, epoch, RANKS)
+    to_ranks, from_ranks = (at + rank * MOST).to(tl.int64) * WIDTH, inbox_ptr + at.to(tl.int64) * WIDTH
+    if PAIRS:
+        pairs = tl.arange(0, TILE // 2)
+        whole = pairs < COLUMNS // 2
+        bits = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + pairs, mask=whole, other=0)
+        send_bits(peers_ptr, to_ranks + pairs, bits, whole, epoch, RANKS)
+    else:
+        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        send(peers_ptr, to_ranks + columns, x, inside, epoch, RANKS)
     if norm_ptr is not None:
         at_residual = row.to(tl.int64) * residual_stride + columns
         residual = tl.load(residual_ptr + at_residual, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
-    total = received(inbox_ptr + at.to(tl.int64) * WIDTH, columns, inside, epoch, MOST * WIDTH, RANKS)
     kind: tl.constexpr = out_ptr.dtype.element_ty
+    if PAIRS:
+        first, second = received_pairs(from_ranks, pairs, whole, epoch, MOST * WIDTH, x_ptr.dtype.element_ty, RANKS)
+        total = tl.interleave(first, second)
+    else:
+        total = received(from_ranks, columns, inside, epoch, MOST * WIDTH, RANKS)
     rounded = total.to(kind)
     to = row.to(tl.int64) * COLUMNS + columns
     if norm_ptr is not None:
@@ -157,14 +191,19 @@ class Reducer(NamedTuple):
     """
 
     rank: int
-    inbox: torch.Tensor  # [2, ranks, rows, width] int64: this rank's
+    inbox: torch.Tensor  # [2, ranks, rows, words] int64: this rank's
     peers: torch.Tensor  # [ranks] int64: the addresses of all ranks' inboxes
     epochs: torch.Tensor  # [rows] int32: how many sums there were of each row
 
     def takes(self, x: torch.Tensor) -> bool:
         """Return whether the sum of all ranks' x fits here: [rows, columns] numbers of at most four bytes."""
-        _, _, rows, width = self.inbox.shape
-        return x.dim() == 2 and x.shape[0] <= rows and x.shape[1] <= width and x.element_size() <= 4
+        _, _, rows, words = self.inbox.shape
+        return (
+            x.dim() == 2
+            and x.shape[0] <= rows
+            and x.shape[1] <= (2 * words if _in_pairs(x) else words)
+            and x.element_size() <= 4
+        )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, columns], of each rank -> their sum, added in float32 in the order of ranks."""
@@ -191,5 +230,11 @@ class Reducer(NamedTuple):
             reduce_kernel[(rows,)](
                 x, residual, norm, out, total, self.peers, self.inbox, self.epochs, x.stride(0),
                 0 if residual is None else residual.stride(0), eps, self.rank, most,
-                WIDTH=width, COLUMNS=columns, TILE=tile, RANKS=ranks, num_warps=min(max(tile // 512, 1), 16),
+                WIDTH=width, COLUMNS=columns, TILE=tile, RANKS=ranks, PAIRS=_in_pairs(x),
+                num_warps=min(max(tile // 512, 1), 16),
             )  # fmt: skip
+
+
+def _in_pairs(x: torch.Tensor) -> bool:
+    """Return whether two numbers of x [rows, columns] that follow each other are one aligned number of four bytes."""
+    return x.element_size() == 2 and not (x.shape[-1] % 2 or x.stride(0) % 2 or x.data_ptr() % 4)

@@ -198,8 +198,9 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         peers.summed(torch.zeros(2, 2048, dtype=torch.int64), outbox, 2048, torch.bfloat16)
         peers.summed(torch.zeros(2, 2048, dtype=torch.int64), outbox, 2048, torch.bfloat16, first=True)
         reducer = peers.Reducer(0, torch.zeros(2, 2, 4, 2048, dtype=torch.int64), address, torch.zeros(4).int())
-        reducer.all_reduce(row)
-        reducer.add_rms_norm(row, row, torch.zeros(2048), 1e-6)
+        for each in (row, row.float()):  # two numbers share a word, or none do
+            reducer.all_reduce(each)
+            reducer.add_rms_norm(each, each, torch.zeros(2048), 1e-6)
         scales, groups = torch.zeros(len(weight)), torch.zeros(len(weight), 16, dtype=torch.bfloat16)
         words = torch.zeros(len(weight), 512, dtype=torch.int32)
         for matrix in (

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minillm.bench import records  # noqa: E402
 
-ROWS, HIDDEN = (1, 2, 4, 8, 16, 32, 64, 128, 256), (2048, 4096)
+ROWS, HIDDEN = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (2048, 4096)
 CALLS, REPLAYS = 40, 25
 
 

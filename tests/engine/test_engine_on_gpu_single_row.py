@@ -12,6 +12,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.model.batch import Batch
 from minillm.ops import Rows
+from minillm.runner.cuda_graph import DecodeShape
 from tests.chance import SEED
 
 pytestmark = [
@@ -67,7 +68,7 @@ class Driver:
             out = torch.zeros(1, dtype=torch.int64, device="cuda")
 
             def step():
-                to_sample = self.graphs._logits(self.inputs, width)
+                to_sample = self.graphs._logits(self.inputs, DecodeShape(1, width))
                 self.kept.index_copy_(0, self.place, to_sample[0])
                 self.place.add_(1)
                 self.graphs._sample(self.inputs, to_sample, out)
@@ -146,4 +147,4 @@ def test_the_engine_uses_the_fused_step_for_one_request(llm):
     found = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
     assert len(found[0].token_ids) == 40
     graphs = llm.engine.executor.runner.graphs
-    assert graphs.decodes.single_row is not None and {size for size, _ in graphs.captured.decodes} == {1}
+    assert graphs.decodes.single_row is not None and {shape.rows for shape in graphs.captured.decodes} == {1}

@@ -19,7 +19,7 @@ def test_logits_have_the_same_bits_on_a_gpu_however_a_request_is_computed(name, 
     models.make(name).save_pretrained(tmp_path)
     made = {"device": "cuda", "dtype": dtype, "exact": True, "enforce_eager": eager}
     bits, tokens = computed(tmp_path, ["alone", "together", "in chunks", "drafted"], 60, **made)
-    assert bits.others == [] and bits.repeated > 400
+    assert bits.others == [] and bits.repeated > 300
     assert all(each == tokens["alone"] for each in tokens.values())
 
 

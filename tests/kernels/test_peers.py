@@ -15,7 +15,10 @@ ROWS, WIDTH, RANKS = 5, 96, 3
 
 
 def words(numbers: torch.Tensor, epoch: torch.Tensor) -> torch.Tensor:
-    return (epoch.long() << 32) | (numbers.float().view(torch.int32).long() & 0xFFFFFFFF)
+    """What a rank sends: two numbers of 16 bits in a word, where there is an even number of them."""
+    pairs = numbers.element_size() == 2 and len(numbers) % 2 == 0
+    bits = (numbers if pairs else numbers.float()).contiguous().view(torch.int32)
+    return (epoch.long() << 32) | (bits.long() & 0xFFFFFFFF)
 
 
 @pytest.fixture(autouse=True)
@@ -42,16 +45,18 @@ def deliver(reducer, parts):
             continue
         for row in range(len(x)):
             epoch = reducer.epochs[row] + 1
-            reducer.inbox[int(epoch) & 1, rank, row, : x.shape[1]] = words(x[row], epoch)
+            sent = words(x[row], epoch)
+            reducer.inbox[int(epoch) & 1, rank, row, : len(sent)] = sent
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_and_norms_are_those_of_all_parts_again_and_again(reducers, rows, dtype):
+@pytest.mark.parametrize("columns", [80, 81])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_and_norms_are_those_of_all_parts_again_and_again(reducers, rows, columns, dtype):
     for step in range(4):
         torch.manual_seed(step)
-        parts = [torch.randn(rows, 80).to(dtype) for _ in range(RANKS)]
-        residual, norm = torch.randn(rows, 80).to(dtype), torch.rand(80)
+        parts = [torch.randn(rows, columns).to(dtype) for _ in range(RANKS)]
+        residual, norm = torch.randn(rows, columns).to(dtype), torch.rand(columns)
         summed = (parts[0].float() + parts[1].float() + parts[2].float()).to(dtype)
         for reducer in reducers:
             deliver(reducer, parts)
@@ -89,6 +94,14 @@ def test_a_reader_waits_for_the_epoch(reducers):
     assert torch.equal(reducer.all_reduce(x), 6 * x)
 
 
+def test_two_numbers_of_16_bits_share_a_word(reducers):
+    reducer, x = reducers[1], torch.randn(2, 70).bfloat16()
+    deliver(reducer, [x, x, x])
+    reducer.all_reduce(x)
+    assert torch.equal(reducers[2].inbox[1, 1, 1, :35], words(x[1], torch.tensor(1)))
+    assert (reducers[2].inbox[:, 1, :, 35:] == -1).all()
+
+
 def test_a_part_is_sent_to_every_rank_with_the_epoch_of_its_row(reducers):
     reducer, x = reducers[1], torch.randn(2, 70)
     reducer.epochs[:] = torch.tensor([6, -(1 << 31), 0, 0, 0])  # the second has counted 2^31 sums
@@ -102,7 +115,8 @@ def test_a_part_is_sent_to_every_rank_with_the_epoch_of_its_row(reducers):
 
 @pytest.mark.parametrize(("shape", "dtype", "fits"), [
     ((5, 96), torch.float32, True), ((0, 96), torch.bfloat16, True), ((6, 96), torch.float32, False),
-    ((5, 97), torch.float32, False), ((1, 1, 8), torch.float32, False), ((2, 8), torch.float64, False),
+    ((5, 97), torch.float32, False), ((5, 192), torch.bfloat16, True), ((5, 193), torch.float16, False),
+    ((5, 97), torch.float16, False), ((1, 1, 8), torch.float32, False), ((2, 8), torch.float64, False),
 ])  # fmt: skip
 def test_it_takes_what_fits_its_inboxes_and_words(reducers, shape, dtype, fits):
     assert reducers[0].takes(torch.zeros(shape, dtype=dtype)) == fits

@@ -9,7 +9,7 @@ from minillm.speculation import every_draft_runs
 from tests.chance import SEED
 from tests.engine.test_engine_on_gpu import exact_products, same_until_a_tie  # noqa: F401
 from tests.speculation.test_drafts_ahead import plain
-from tests.speculation.test_same_tokens import differences, outcomes, requests
+from tests.speculation.test_same_tokens import SENTENCES, differences, outcomes, requests
 
 ENGINES = {
     "alone": {"max_num_seqs": 1, "run_ahead": 2},
@@ -39,7 +39,7 @@ def test_drafts_change_nothing_that_a_request_gets(engine):
 @pytest.mark.parametrize("eager", [False, True])
 def test_without_exact_greedy_tokens_differ_at_near_ties_alone(way, eager):
     rng = random.Random(SEED)
-    prompts = [[rng.randrange(4, 4000) for _ in range(rng.randint(1, 40))] * 3 for _ in range(40)]
+    prompts = [" ".join(3 * [". ".join(rng.choice(SENTENCES) for _ in range(4)) + "."]) for _ in range(40)]
     made = {"dtype": "float32", "device": "cuda", "num_blocks": 2000, "max_num_seqs": 16, "enforce_eager": eager}
     asked = {"max_tokens": 64, "temperature": 0, "ignore_eos": True}
     with LLM(**made) as llm:
@@ -50,5 +50,5 @@ def test_without_exact_greedy_tokens_differ_at_near_ties_alone(way, eager):
         stats = llm.stats()
         graphs = llm.engine.executor.runner.graphs
         assert eager or way == "the host's" or any(shape.lookup for shape in graphs.captured.decodes)
-    assert stats["accepted_tokens"] > 200
+    assert stats["accepted_tokens"] > 30
     assert all(same_until_a_tie(f.token_ids, w) for f, w in zip(found, wanted, strict=True))
