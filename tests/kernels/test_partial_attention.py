@@ -49,7 +49,7 @@ OPTIONS = {
     "rotated": {"rotary": True},
 }
 SHAPES = {
-    "256 bf16": (8, 256, 16, BF16),
+    "256 bf16": (8, 256 if COMPILED else 32, 16, BF16),
     "16 f32": (4, 16, 8, F32),
     "64 f32": (2, 64, 12, F32),
 }
