@@ -79,8 +79,8 @@ def main() -> None:
         results += (rows := way())
         for row in rows:
             print(json.dumps({key: value for key, value in row.items() if key != "runs"}), flush=True)
-    if arguments.record:
-        records.write(records.record(results, begun), arguments.record)
+        if arguments.record:
+            records.write(records.record(results, begun), arguments.record)
 
 
 if __name__ == "__main__":
