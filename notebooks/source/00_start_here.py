@@ -94,7 +94,7 @@ def piece(token: int) -> str:
     return llm.tokenizer.decode([token], skip_special_tokens=False) if known else f"#{token}"
 
 
-ids = completion.prompt_token_ids
+ids = list(completion.prompt_token_ids)
 print(ids)
 print([piece(token) for token in ids])
 
@@ -170,7 +170,7 @@ def engines_loop(model, prompt, max_tokens, end):
 
 
 end = llm.tokenizer.eos_token_id
-generated = yours(continue_text, engines_loop)(next_token, ids, 24, end)
+generated = yours(continue_text, engines_loop)(next_token, list(ids), 24, end)
 print(
     "your loop:" if solved(continue_text) else "the engine's loop (yours is not solved yet):"
 )
@@ -333,10 +333,11 @@ for dtype, limits in {model.dtype: of_model, torch.float32: of_memory}.items():
     print(f"computes {rate:,.1f} billion operations/s in {str(dtype).removeprefix('torch.')}")
 
 # %% [markdown]
-# (The test after exercise 3 is in float32.) If this machine runs `tiny-gemma` and the first of the two read rates is
-# higher, its weights stay in the cache. That is good for `tiny-gemma`, and says little about real models, whose weights
-# are gigabytes: they come from memory in every step, on a GPU too. A step that waits for them is **memory-bound**; one
-# that waits for the arithmetic is **compute-bound**.
+# (The test after exercise 3 is in float32. On a CPU, both measurements of the arithmetic are in float32; the line shows
+# the second, and the floors in section 5 use the first, which may differ slightly.) If this machine runs `tiny-gemma`
+# and the first of the two read rates is higher, its weights stay in the cache. That is good for `tiny-gemma`, and says
+# little about real models, whose weights are gigabytes: they come from memory in every step, on a GPU too. A step that
+# waits for them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
 #
 # While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time
 # that the reading takes.
@@ -464,6 +465,10 @@ for name in STEPS:
     print(f"{name:<20} at least {floor_ms(name):8.3f} ms")
 
 # %% [markdown]
+# If the weights stay in the cache, reading them takes less time, so fewer tokens are free than with memory's rate
+# above: with 4 bytes per number and 200 billion operations/s, 12 at 33 GB/s and 3 at 130 GB/s. That is why the floor
+# for 8 requests may already be higher than the floor for one.
+#
 # The engine will be slower. By how much? **Predict** before you run the cell that measures; `compare` adds the floor to
 # the comparison.
 
@@ -521,10 +526,11 @@ describe(
 
 # %% [markdown]
 # The weights are 22 MB, small enough to fit in the caches of many CPUs, and the products that use them are only a part
-# of the step. The rest is overhead: hundreds of operations on little data or none, where much of the cost is the call
-# itself, and the engine's Python around them. Much of this overhead is shared: it grows far less than 64-fold when the
-# requests do. So on `tiny-gemma` batching pays mostly because it shares the *overhead*; on a large model, because it
-# shares the *weights*.
+# of the step. On their own, they can also take several times the floor: a product with one row may not reach the full
+# read rate, and each of the 25 products has to be started. The rest is overhead: hundreds of operations on little
+# data or none, where much of the cost is the call itself, and the engine's Python around them. Much of this overhead is
+# shared: it grows far less than 64-fold when the requests do. So on `tiny-gemma` batching pays mostly because it shares
+# the *overhead*; on a large model, because it shares the *weights*.
 #
 # Gemma 2B on an H200 is the other case. The record has both numbers:
 

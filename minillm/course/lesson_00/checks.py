@@ -37,6 +37,11 @@ def _counting(ids: list[int]) -> dict[int, float]:
     return {ids[-1] + 1: -0.1, ids[-1]: -2.0, 0: -3.0}
 
 
+def _alternating(ids: list[int]) -> dict[int, float]:
+    """A model of two tokens, 4 and 5: the most likely one is the other of the two."""
+    return {9 - ids[-1]: -0.1, ids[-1]: -2.0}
+
+
 def _adding(ids: list[int]) -> dict[int, float]:
     """A model that uses all tokens before: the most likely token is their sum modulo 97."""
     return {(sum(ids) + 1) % 97: -0.2, sum(ids) % 97: -1.7}
@@ -69,6 +74,9 @@ def _(function):
     found = _asked(lambda ids: {7: -0.1, 1: -2.0}, function, [4], 200, 99)
     got = found and (f"{len(found)} tokens" if set(found) == {7} else f"{found[:8]} and so on")
     assert found == [7] * 200, f"a model that always says 7, with max_tokens=200: expected 200 sevens, got {got}"
+    found = _asked(_alternating, function, [4, 5], 5, 99)
+    given = "a model that says 4 after 5 and 5 after 4, with [4, 5] and max_tokens=5"
+    assert found == [4, 5, 4, 5, 4], f"{given}: expected [4, 5, 4, 5, 4], got {found}"
 
 
 @continue_text.property(
@@ -103,6 +111,9 @@ def _(function):
     assert found == [6, 7], f"with end=8, [8, 4, 5] continues as [6, 7]; got {found}"
     found = _asked(_counting, function, [4, 5, 8], 2, 8)
     assert found == [9, 10], f"with end=8, [4, 5, 8] continues as [9, 10]; got {found}"
+    found = _asked(_counting, function, [8, 4, 5], 10, 8)  # an end token that is kept has a property of its own
+    given = "with end=8 and max_tokens=10, [8, 4, 5] continues as [6, 7]: a new end token still ends it"
+    assert found in ([6, 7], [6, 7, 8]), f"{given}; got {found}"
 
 
 @continue_text.property(
@@ -342,10 +353,17 @@ def _(function):
     _near(function(torch.full((1, 8), 2.0), torch.ones(8), 1e-6), torch.ones(1, 8), "a row of twos")
 
 
-@rms_norm.property("each column has its weight", "the weights scale the normalized row, and come last")
+@rms_norm.property(
+    "each column has its weight", "the weights scale the normalized row, with all of their digits, and come last"
+)
 def _(function):
     x, weight = torch.tensor([[1.0, -1.0]]), torch.tensor([2.0, -0.5])
     _near(function(x.clone(), weight.clone(), 1e-6), _right(x, weight, 1e-6), "weights 2 and -0.5")
+    # Whole numbers: a result that is rounded to 16 bits, which has a property of its own, stays the same.
+    x, root = torch.tensor([[3.0, -3.0, 4.0, -4.0]]), 12.5**0.5
+    found = function(x.clone(), torch.full((4,), root), 1e-6)
+    given = f"the row {x.tolist()[0]} with weights of {root:.7f}, its root mean square, stays as it is"
+    assert_near(found, x, given, relative=1e-5, absolute=0)
 
 
 @rms_norm.property("eps is inside the root", "it is added to the mean, before the root")

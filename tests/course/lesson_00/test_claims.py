@@ -5,9 +5,12 @@ import re
 import pytest
 
 from minillm.course.lesson_00 import step_time
+from minillm.course.making import build
+from minillm.course.making.lesson import convert
 from minillm.model.config import PRESETS, ModelConfig
 from minillm.model.loader import EMBEDDED
-from tests.course.lesson import solved
+from tests.course.lesson import KINDS, Lesson, solved
+from tests.course.mutants.lesson_00 import writes_into_the_prompt
 
 lesson = solved("00")
 
@@ -55,6 +58,27 @@ def test_the_first_read_rate_is_that_of_a_smaller_buffer_and_a_cpu_has_one_rate_
     assert reads == ["22", "537"] and lesson.printed.count("billion operations/s in float32") == 1
 
 
+def test_a_faster_read_leaves_room_for_fewer_tokens():
+    lesson.says("with 4 bytes per number and 200 billion operations/s, 12 at 33 GB/s and 3 at 130 GB/s")
+    assert [step_time.free_batch(10**6, 4, rate, 200e9) for rate in (33e9, 130e9)] == [12, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_matrix_products_alone_take_several_times_the_floor(kind):
+    printed = Lesson("00", kind)
+    printed.says("On their own, they can also take several times the floor", "each of the 25 products")
+    products = printed.number(r"^ *([\d.]+) ms  25 matrix products$")
+    assert products > 3 * printed.number(r"^decode, 1 at once +at least +([\d.]+) ms$")
+
+
+def test_the_floors_use_the_first_of_two_measurements_of_the_arithmetic():
+    lesson.says("the line shows the second, and the floors in section 5 use the first, which may differ slightly")
+    shown = lesson.number(r"^computes ([\d.]+) billion operations/s")
+    operations = lesson.number(r"^decode, 64 at once +[\d.]+ MB +([\d,.]+) million operations")
+    used = operations / lesson.number(r"^decode, 64 at once +at least +([\d.]+) ms$")
+    assert used == pytest.approx(shown, rel=0.05)
+
+
 def test_reading_the_weights_takes_most_of_a_step_there():
     lesson.says("reading 5 GB takes most of the time")
     there, points = step_time.recorded("h200/roofline")
@@ -67,6 +91,20 @@ def test_the_largest_steps_come_nearest_to_the_flat_part():
     there, points = step_time.recorded("h200/roofline")
     rates = [point.rate for point in points if point.name.startswith("decode")]
     assert rates == sorted(rates) and max(points, key=lambda point: point.rate).tokens >= 512
+
+
+def test_a_loop_that_writes_into_the_prompt_gets_a_copy_of_it(monkeypatch, capsys):
+    """So its second run has the prompt of the first."""
+    monkeypatch.setenv("MINILLM_TIER", "cpu")
+    (source,) = build.sources(["00"])
+    codes = [cell.source for cell in convert(source).cells if cell.cell_type == "code"]
+    names: dict = {"continue_text": writes_into_the_prompt}
+    for begin in ("import math", "here = tier()", "def greedy", "def piece", "def next_token", "def engines_loop"):
+        (code,) = (each for each in codes if each.startswith(begin))
+        exec(code.split("\n\n\nbeginning = ")[0], names)  # without the picture
+    names["llm"].close()
+    assert "the same tokens as the engine: True" in capsys.readouterr().out
+    assert len(names["ids"]) == len(names["completion"].prompt_token_ids) == 8
 
 
 def test_sizes_and_calls_of_tiny_gemma():

@@ -36,6 +36,18 @@ def looks_for_the_end_in_the_prompt_too(model, prompt, max_tokens, end):
     return new[:-1] if new[-1:] == [end] else new
 
 
+@wrong("continue_text", fails="an end token in the prompt does not stop it")
+def never_stops_if_the_prompt_has_an_end(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token == end and end not in prompt:
+            break
+        new.append(token)
+    return new
+
+
 @wrong("continue_text", fails="it takes the most likely token, wherever it is in the dict")
 def takes_the_first(model, prompt, max_tokens, end):
     new = []
@@ -81,6 +93,32 @@ def stops_when_the_text_repeats(model, prompt, max_tokens, end):
         if token == end or new[-2:] == [token, token]:
             break
         new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="max_tokens new tokens if no end token comes")
+def stops_at_the_first_token_of_the_prompt_too(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token in (end, prompt[0]):
+            break
+        new.append(token)
+    return new
+
+
+@wrong("continue_text", fails="max_tokens new tokens if no end token comes")
+def stops_when_a_pair_repeats(model, prompt, max_tokens, end):
+    new = []
+    for _ in range(max_tokens):
+        found = model([*prompt, *new])
+        token = max(found, key=found.get)
+        if token == end:
+            break
+        new.append(token)
+        if len(set(new[-2:])) == 2 and new[-4:-2] == new[-2:]:
+            break
     return new
 
 
@@ -465,6 +503,18 @@ def rounds_before_the_weight(x, weight, eps):
 def rounds_the_root(x, weight, eps):
     root = torch.sqrt(x.float().pow(2).mean(-1, keepdim=True) + eps).to(x.dtype)
     return (x.float() / root * weight).to(x.dtype)
+
+
+@wrong("rms_norm", fails="each column has its weight")
+def rounds_the_weight_to_bfloat16(x, weight, eps):
+    wide = x.float()
+    return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.bfloat16().float()).to(x.dtype)
+
+
+@wrong("rms_norm", fails="each column has its weight")
+def rounds_the_weight_to_float16(x, weight, eps):
+    wide = x.float()
+    return (wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.half()).to(x.dtype)
 
 
 @wrong("rms_norm", fails="each column has its weight")

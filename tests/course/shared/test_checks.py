@@ -229,6 +229,19 @@ def test_a_stub_is_reported_as_unsolved_without_an_exception(doubled, capsys):
     assert report(capsys, stub)[0].startswith("doubled: not solved yet")
 
 
+def test_a_correct_solution_that_still_has_the_stubs_line_is_told_to_delete_it(doubled, capsys):
+    def early(x):
+        for each in (2 * x, x):
+            return each
+        raise NotSolvedYet("doubled")
+
+    said = report(capsys, early)
+    assert not solved(early) and said[1:4] == ["✓ the example", "✓ negative numbers", "✓ zero"]
+    assert said[4:] == [
+        "All 3 hold. Now delete the line `raise NotSolvedYet`: as long as it is there, this is not solved."
+    ]
+
+
 @pytest.fixture
 def counter(monkeypatch):
     monkeypatch.setattr(checks, "EXERCISES", {})
@@ -291,6 +304,16 @@ def test_what_holds_so_far_is_reported_of_a_class_with_stubs_left(counter, writt
 def test_a_class_of_stubs_is_reported_as_unsolved(counter, capsys):
     check(type("Counter", (), STUBS))
     assert capsys.readouterr().out.startswith("Counter: not solved yet")
+
+
+def test_a_method_that_still_has_the_stubs_line_is_not_called_solved(counter, capsys):
+    def up(self):
+        if self:
+            return 1
+        raise NotSolvedYet("Counter.up")
+
+    check(type("Counter", (), {"start": lambda self: 0, "up": up, "reset": lambda self: None}))
+    assert "All 3 hold. Now delete the line" in capsys.readouterr().out
 
 
 def test_an_unknown_exercise_error_lists_the_available_ones(doubled):
