@@ -55,15 +55,15 @@ FAULTS = (
     Fault(
         "a rank adds its own part of a sum first",
         "kernels/peers.py",
-        "        at = inbox_ptr + rank * stride + columns\n",
-        "        at = inbox_ptr + (RANKS - 1 - rank) * stride + columns\n",
+        "total += arrived(inbox_ptr + rank * stride + columns, ",
+        "total += arrived(inbox_ptr + (RANKS - 1 - rank) * stride + columns, ",
         "tests/kernels/test_peers.py -k order",
     ),
     Fault(
         "a part of a sum is read before it is there",
         "kernels/peers.py",
-        "        while tl.sum((((words >> 32).to(tl.int32) != epoch) & mask).to(tl.int32)) > 0:",
-        "        while tl.sum((((words >> 32).to(tl.int32) > epoch) & mask).to(tl.int32)) > 0:",
+        "    while tl.sum((((words >> 32).to(tl.int32) != epoch) & mask).to(tl.int32)) > 0:",
+        "    while tl.sum((((words >> 32).to(tl.int32) > epoch) & mask).to(tl.int32)) > 0:",
         "tests/kernels/test_peers.py -k waits",
     ),
     Fault(
