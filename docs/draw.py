@@ -323,24 +323,27 @@ def sampled_figures() -> str:
 
 
 def prefill_figures() -> str:
-    """The table of attention over prompts: its speed as a share of cuDNN's, by shape."""
+    """The table of attention over prompts: its speed as a share of cuDNN's, by shape and by where the keys are."""
     record = records.read(PREFILL)
-    shapes: dict[str, dict] = {row["shape"]: row for row in record["results"]}
+    shapes: dict[tuple, dict] = {(row["shape"], row["keys"]): row for row in record["results"]}
     sizes = list(dict.fromkeys((row["prompts"], row["tokens"]) for row in record["results"]))
-    cells = {(row["shape"], row["prompts"], row["tokens"]): row for row in record["results"]}
+    cells = {(row["shape"], row["keys"], row["prompts"], row["tokens"]): row for row in record["results"]}
     lines = [
-        "| attention of | heads / KV heads, size | " + " | ".join(f"{n} x {tokens:,}" for n, tokens in sizes) + " |",
-        "|---|---|" + "---|" * len(sizes),
+        "| attention of | heads / KV heads, size | keys | "
+        + " | ".join(f"{n} x {tokens:,}" for n, tokens in sizes)
+        + " |",
+        "|---|---|---|" + "---|" * len(sizes),
     ]
-    for shape, row in shapes.items():
-        found = [cells[shape, *size] for size in sizes]
+    for (shape, keys), row in shapes.items():
+        found = [cells[shape, keys, *size] for size in sizes]
         values = " | ".join(f"{each['share_of_cudnn']:.2f} ({each['tflops']:.0f})" for each in found)
         cap = "" if row["soft_cap"] is None else ", soft cap"
-        lines.append(f"| {shape}{cap} | {row['heads']} / {row['kv_heads']}, {row['head_dim']} | {values} |")
+        lines.append(f"| {shape}{cap} | {row['heads']} / {row['kv_heads']}, {row['head_dim']} | {keys} | {values} |")
     text = (
         f"The speed as a share of cuDNN's, and in brackets TFLOP/s, for so many prompts of so many tokens in bf16, on "
-        f"one {record['machine']['gpu']}. cuDNN reads contiguous keys, without a soft cap; this engine reads the paged "
-        f"cache. Record: [{PREFILL}](../data/results/{PREFILL}.json)."
+        f"one {record['machine']['gpu']}. cuDNN reads contiguous keys, without a soft cap. This engine reads the paged "
+        "cache, or, as in a prompt's first chunk, the keys that were just computed (new). "
+        f"Record: [{PREFILL}](../data/results/{PREFILL}.json)."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
 

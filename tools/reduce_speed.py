@@ -55,7 +55,7 @@ def measure(rank: int, size: int, meeting: str, results: "multiprocessing.Queue[
     from minillm.kernels import normalization
     from minillm.parallel import collectives
 
-    collectives.ROWS = max(ROWS)
+    collectives.ROWS = size * max(ROWS)
     group = collectives.Group.join(rank, size, meeting, torch.device("cuda", rank))
     reducer = group.reducer
 

@@ -26,6 +26,8 @@ AS_PEERS = "--max-model-len 4096 --gpu-memory-utilization 0.85 --max-num-seqs 30
 FP8 = "--quantization fp8 --quantized-head fp8"
 GROUPS = ",".join(f"{method}-g{size}" for size in (32, 64, 128) for method in ("int4", "awq", "gptq"))
 SPARSE = ",".join(["sparse24", *(f"pruned-s{percent}" for percent in range(20, 90, 10))])
+DRAFTS = f"python tools/speculation_speed.py {GEMMA} --dtype bfloat16"
+SYNTHETIC = "--parts worst synthetic --drafts 7 3 --right 0.7 0.8 --output-len 256 --rounds 2"
 # device -> record -> its command without the last word, which is the record's name.
 RECORDS = {
     "cpu": {
@@ -71,6 +73,11 @@ RECORDS = {
         "lessons": "python -m minillm.course.making.run --json",
         "prefill-attention": "python tools/prefill_speed.py --record",
         "quantization": "python tools/quantization_speed.py --record",
+        "reduce": "python tools/reduce_speed.py --record",
+        "several-gpus": f"python tools/several_gpus.py {GEMMA} --requests 256 --repeat 1 --record",
+        "speculation": f"{DRAFTS} {SYNTHETIC} --record",
+        "speculation-ahead": f"{DRAFTS} --ahead {SYNTHETIC} --record",
+        "speculation-exact": f"{DRAFTS} --parts exact --output-len 128 --rounds 2 --record",
         "quantized-kernels": "python tools/quantized_kernels.py --record",
         "roofline": f"minillm bench roofline {GEMMA} --max-num-seqs 512 --max-model-len 4096 "
         "--batch 1 --batch 8 --batch 64 --batch 256 --batch 512 --prompt 400 --prompt 2048 --json",

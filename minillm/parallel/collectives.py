@@ -19,7 +19,7 @@ from minillm.model.replaceable import PARTS
 if TYPE_CHECKING:
     from minillm.kernels.peers import Reducer
 
-ROWS, WORDS = 256, 4096  # of sums that kernels compute themselves: above, NCCL is faster
+ROWS, WORDS = 2048, 4096  # of all ranks, in sums that kernels compute themselves: above, NCCL is faster
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the network interface between processes of one machine
 
 
@@ -53,8 +53,9 @@ class Group(Parallel):
             if group._reach_each_other():
                 from minillm.kernels.peers import Reducer
 
-                inbox, peers = group.shared(2, size, ROWS, WORDS)
-                group.reducer = Reducer(rank, inbox, peers, torch.zeros(ROWS, dtype=torch.int32, device=device))
+                rows = ROWS // size  # each of which goes to all ranks
+                inbox, peers = group.shared(2, size, rows, WORDS)
+                group.reducer = Reducer(rank, inbox, peers, torch.zeros(rows, dtype=torch.int32, device=device))
             return group
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)

@@ -18,6 +18,8 @@ class Bits:
         self.others: list[tuple[int, ...]] = []
 
     def add(self, tokens: tuple[int, ...], logits: torch.Tensor) -> None:
+        if not any(tokens):  # an engine rehearses its largest steps before there are requests, on whatever memory holds
+            return
         first = self.logits.setdefault(tokens, logits)
         self.counts[tokens] = self.counts.get(tokens, 0) + 1
         if not torch.equal(first, logits):
