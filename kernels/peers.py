@@ -34,16 +34,17 @@ class Outbox(NamedTuple):
 @triton.jit
 def send(peers_ptr, offset, numbers, mask, epoch, RANKS: tl.constexpr):
     """Store float32 numbers, each with the epoch, at `offset` in every rank's inboxes. peers_ptr: their addresses."""
-    send_bits(peers_ptr, offset, numbers.to(tl.int32, bitcast=True), mask, epoch, RANKS)
+    send_bits(peers_ptr, offset, numbers.to(tl.int32, bitcast=True), mask, epoch, -1, RANKS)
 
 
 @triton.jit
-def send_bits(peers_ptr, offset, bits, mask, epoch, RANKS: tl.constexpr):
-    """Store int32 numbers, each with the epoch, at `offset` in every rank's inboxes. peers_ptr: their addresses."""
+def send_bits(peers_ptr, offset, bits, mask, epoch, own, RANKS: tl.constexpr):
+    """Store int32 numbers, each with the epoch, at `offset` in the inboxes of every rank but `own`."""
     words = (epoch.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
     for rank in tl.static_range(RANKS):
-        inboxes_ptr = tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64))
-        tl.store(inboxes_ptr + offset, words, mask=mask)
+        if rank != own:
+            inboxes_ptr = tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64))
+            tl.store(inboxes_ptr + offset, words, mask=mask)
 
 
 @triton.jit
@@ -56,13 +57,21 @@ def received(inbox_ptr, columns, mask, epoch, stride, RANKS: tl.constexpr):
 
 
 @triton.jit
-def received_pairs(inbox_ptr, columns, mask, epoch, stride, KIND: tl.constexpr, RANKS: tl.constexpr):
-    """Like `received`, of words with two 16-bit numbers of KIND: the sums of the first ones, and of the second ones."""
+def added(inbox_ptr, columns, mask, epoch, stride, own, bits, KIND: tl.constexpr, RANKS: tl.constexpr):
+    """Like `received`, of numbers of KIND, of which `bits` are this rank's own: (sums, sums).
+
+    Of 16 bits, two share a word: the sums are those of the first ones, and of the second ones. Else the latter are 0.
+    """
     first, second = tl.zeros(columns.shape, tl.float32), tl.zeros(columns.shape, tl.float32)
     for rank in tl.static_range(RANKS):
-        bits = arrived(inbox_ptr + rank * stride + columns, mask, epoch)
-        first += bits.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
-        second += (bits >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+        part = bits
+        if rank != own:
+            part = arrived(inbox_ptr + rank * stride + columns, mask, epoch)
+        if KIND.primitive_bitwidth == 16:
+            first += part.to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+            second += (part >> 16).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+        else:
+            first += part.to(tl.float32, bitcast=True)
     return first, second
 
 
@@ -158,20 +167,21 @@ def reduce_kernel(
         pairs = tl.arange(0, TILE // 2)
         whole = pairs < COLUMNS // 2
         bits = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + pairs, mask=whole, other=0)
-        send_bits(peers_ptr, to_ranks + pairs, bits, whole, epoch, RANKS)
+        send_bits(peers_ptr, to_ranks + pairs, bits, whole, epoch, rank, RANKS)
     else:
-        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        send(peers_ptr, to_ranks + columns, x, inside, epoch, RANKS)
+        bits = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+        send_bits(peers_ptr, to_ranks + columns, bits, inside, epoch, rank, RANKS)
     if norm_ptr is not None:
         at_residual = row.to(tl.int64) * residual_stride + columns
         residual = tl.load(residual_ptr + at_residual, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
     kind: tl.constexpr = out_ptr.dtype.element_ty
     if PAIRS:
-        first, second = received_pairs(from_ranks, pairs, whole, epoch, MOST * WIDTH, x_ptr.dtype.element_ty, RANKS)
+        own: tl.constexpr = x_ptr.dtype.element_ty
+        first, second = added(from_ranks, pairs, whole, epoch, MOST * WIDTH, rank, bits, own, RANKS)
         total = tl.interleave(first, second)
     else:
-        total = received(from_ranks, columns, inside, epoch, MOST * WIDTH, RANKS)
+        total, _ = added(from_ranks, columns, inside, epoch, MOST * WIDTH, rank, bits, tl.float32, RANKS)
     rounded = total.to(kind)
     to = row.to(tl.int64) * COLUMNS + columns
     if norm_ptr is not None:

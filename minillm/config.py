@@ -29,7 +29,7 @@ def option(default: Any, help: str, **check: Any) -> Any:
     """A field with its help text, for `help(EngineConfig)` and the command line, and its allowed values.
 
     check: choices=, the strings allowed; least= and most=, of a whole number; or above= or from_=, of a number of
-    seconds; a switch needs none.
+    seconds; switch= where None is allowed besides True and False. Other switches need none.
     """
     return field(default=default, metadata={"help": help, **check})
 
@@ -47,7 +47,9 @@ class Options:
         if "choices" in limits and value not in limits["choices"]:
             known = ", ".join(filter(None, limits["choices"]))
             raise ConfigError(f"{name} must be one of {known}, not {shown(value)}")
-        if isinstance(option.default, bool) and not isinstance(value, bool):
+        if (isinstance(option.default, bool) or ("switch" in limits and value is not None)) and not isinstance(
+            value, bool
+        ):
             raise ConfigError(f"{name} must be True or False, not {shown(value)}")
         if value is None and (option.default is None or limits.get("or_none")):
             return
@@ -117,7 +119,7 @@ class EngineOptions(TypedDict, total=False):
     speculate: str | PathLike[str]
     speculate_head: str | PathLike[str] | None
     speculate_tokens: int
-    speculate_ahead: bool
+    speculate_ahead: bool | None
     exact: bool
     seed: int | None
     plan: str | PathLike[str] | None
@@ -254,10 +256,11 @@ class EngineConfig(Options):
         "directory, if it has one, else all",
     )
     speculate_tokens: int = option(7, "most tokens drafted for a request in one step", least=1, most=63)
-    speculate_ahead: bool = option(
-        False,
+    speculate_ahead: bool | None = option(
+        None,
         'with speculate="ngram", let the device look up the drafts, so that steps with drafts are launched ahead, too; '
-        "off until it has been measured on a GPU",
+        "default: on a GPU that shares the model with none",
+        switch=True,
     )
     exact: bool = option(
         False,
@@ -381,6 +384,8 @@ class EngineConfig(Options):
             "max_num_seqs": self.max_num_seqs or rows,
             "max_num_batched_tokens": self.max_num_batched_tokens or tokens,
         }
+        if self.speculate_ahead is None:
+            options["speculate_ahead"] = device.startswith("cuda") and self.speculate == "ngram" and self.ranks == 1
         return DeviceConfig(**options)
 
 
@@ -389,6 +394,7 @@ class DeviceConfig(EngineConfig):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    speculate_ahead: bool
 
     def for_streams(self) -> "DeviceConfig":
         """The same for an engine whose clients wait for every token: if no limit for prompts was given, with one."""

@@ -1,11 +1,13 @@
 """Measure how fast sampled traffic runs with each kind of option, as a share of plain temperature's; needs a GPU.
 
     python tools/sampled_speed.py --record sampled-speed
+    python tools/sampled_speed.py --tensor-parallel-size 2 --record sampled-speed-2     of a model on two GPUs
 
 Offline, with Gemma 2B's shape in bfloat16 and random weights: the likeliest token is nearly always the one before, and
 all others are about equally likely, which is the worst case for a search of the vocabulary. The kinds alternate, in
 RUNS runs after one that is not counted; a share is of the medians. Rows named "sample" are the kernels alone, on
-logits of a normal distribution ("flat"), or with a few that are far above it ("peaked").
+logits of a normal distribution ("flat"), or with a few that are far above it ("peaked"). On several GPUs they are left
+out: there the shares say what it costs that these options need all logits in one place.
 """
 
 import argparse
@@ -40,12 +42,13 @@ KINDS = {
 VOCAB = 256_000
 
 
-def generated() -> Iterator[dict]:
+def generated(ranks: int) -> Iterator[dict]:
     """A row for each kind of sampling: tokens per second, and the share of plain temperature's."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, VOCAB - 1000, INPUT).tolist() for _ in range(REQUESTS)]
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    with LLM("gemma-2b", load_format="dummy", dtype="bfloat16", max_num_seqs=1024, enable_prefix_caching=False) as llm:
+    shape: dict = {"model": "gemma-2b", "load_format": "dummy", "dtype": "bfloat16"}
+    with LLM(**shape, max_num_seqs=1024, enable_prefix_caching=False, tensor_parallel_size=ranks) as llm:
         for _ in range(RUNS + 1):
             for kind, options in KINDS.items():
                 params = SamplingParams(**({"temperature": 1.0} | options), max_tokens=OUTPUT, ignore_eos=True)
@@ -57,6 +60,7 @@ def generated() -> Iterator[dict]:
         yield {
             "workload": "generate", "kind": kind, "requests": REQUESTS, "input_len": INPUT, "output_len": OUTPUT,
             "output_tokens_per_s": rate, "share": rate / medians["temperature"], "runs": found[kind][1:],
+            **({"tensor_parallel": ranks} if ranks > 1 else {}),
         }  # fmt: skip
 
 
@@ -85,10 +89,12 @@ def sampled() -> Iterator[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--record", help="write a record of this name")
     arguments = parser.parse_args()
     begun, results = records.begin(arguments.record), []
-    for row in (*sampled(), *generated()):
+    ranks = arguments.tensor_parallel_size
+    for row in (*(sampled() if ranks == 1 else ()), *generated(ranks)):
         results.append(row)
         print(json.dumps({key: value for key, value in row.items() if key != "runs"}), flush=True)
     if arguments.record:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 FOUND = 256  # as in `kernels.prompt_lookup`
+AT_ONCE = 1 << 20  # tokens in which `look_up` searches at once, with some 40 bytes for each
 
 
 class DeviceDrafts:
@@ -54,7 +55,7 @@ class DeviceDrafts:
             step.rows, counts, np.repeat(np.arange(len(step.rows)), step.queries), offsets, given
         )
         lengths = torch.where(given_length >= 0, given_length, state.lengths[rows].long())
-        drafts = look_up(state.tokens[rows, : int(step.ends.max())], lengths, counted, most)
+        drafts = self._drafts(rows, int(step.ends.max()), lengths, counted, most)
 
         token_rows, positions = rows[entries], lengths[entries] - 1 + after
         drafted = torch.nn.functional.pad(drafts, (1, 0))[entries, after].clamp(min=0)  # one that is missing runs as 0
@@ -87,6 +88,14 @@ class DeviceDrafts:
         state.lengths[rows] = (lengths + accepted).int()
         found = (drafts >= 0).sum(1)
         return LookupStep(step, torch.cat([tokens, (FOUND * found + accepted)[:, None]], 1), self, None)
+
+    def _drafts(self, rows: Tensor, longest: int, lengths: Tensor, counts: Tensor, most: int) -> Tensor:
+        """Return what `look_up` finds, of so many rows at a time that little memory is needed."""
+        at_once = max(1, AT_ONCE // longest)
+        parts = zip(*(each.split(at_once) for each in (rows, lengths, counts)), strict=True)
+        return torch.cat(
+            [look_up(self.state.tokens[each, :longest], length, count, most) for each, length, count in parts]
+        )
 
     def read(self, step: Step, code: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Take in the step's lengths: (the rows' tokens before it, accepted tokens, drafts that were found), [n] each.

@@ -48,7 +48,8 @@ class StepGraphs:
         if mixed and sampling and MixedGraphs.supports(model):
             self.mixed = MixedGraphs(self.decodes, config)
         self.kinds: list[Graphs[Any]] = [self.decodes] if self.mixed is None else [self.decodes, self.mixed]
-        ahead = config.speculate_ahead and config.ranks == 1 and self.decodes.sampling
+        # As `scheduler.drafting_ahead` says, of a model with windows the host drafts.
+        ahead = config.speculate_ahead and config.ranks == 1 and self.decodes.sampling and not any(model.config.windows)
         self.lookups = LookupGraphs(self.decodes, config.speculate_tokens) if ahead else None
 
     def replay(self, step: Step) -> Replayed | None:

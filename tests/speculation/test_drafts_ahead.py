@@ -9,6 +9,7 @@ import torch
 
 import minillm
 from minillm import LLM, RequestOptions, SamplingParams
+from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.runner import device_drafts
 from minillm.runner.device_drafts import DeviceDrafts
@@ -210,6 +211,27 @@ def test_the_host_drafts_where_the_device_cannot(asked, options, ran):
 def test_the_option_is_refused_where_the_device_looks_nothing_up(speculate):
     with pytest.raises(ConfigError, match=f"speculate='{speculate}' is not that; leave speculate_ahead out"):
         LLM(device="cpu", speculate=speculate, speculate_ahead=True)
+
+
+def test_the_device_drafts_by_default_on_a_gpu_of_its_own():
+    drafting = EngineConfig.of(speculate="ngram")
+    assert drafting.on("cuda").speculate_ahead and not drafting.on("cpu").speculate_ahead
+    assert not EngineConfig.of(speculate="ngram", speculate_ahead=False).on("cuda").speculate_ahead
+    assert not EngineConfig.of(speculate="ngram", tensor_parallel_size=2).on("cuda").speculate_ahead
+    assert not EngineConfig.of(speculate="some/directory").on("cuda:1").speculate_ahead
+    with pytest.raises(ConfigError, match="speculate_ahead must be True or False, not 'yes'"):
+        EngineConfig.of(speculate="ngram", speculate_ahead="yes")
+
+
+def test_rows_are_searched_a_few_at_a_time(ran, monkeypatch):
+    """And get the same drafts: memory for the search does not grow with the number of rows."""
+    prompts, params = plain(6, 1)
+    with LLM(**MADE, **AHEAD) as llm:
+        expected, whole = outcomes(llm, prompts, params), llm.stats()
+    monkeypatch.setattr(device_drafts, "AT_ONCE", 100)
+    with LLM(**MADE, **AHEAD) as llm:
+        assert differences(expected, outcomes(llm, prompts, params)) == []
+        assert ran.steps > 0 and llm.stats() == whole
 
 
 def test_a_proposer_of_yours_is_asked(ran):

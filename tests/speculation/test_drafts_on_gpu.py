@@ -17,7 +17,7 @@ ENGINES = {
     "preempted": {"max_num_seqs": 24, "num_blocks": 60, "block_size": 16, "max_model_len": 200},
 }
 COUNTS = {"alone": 24, "batched": 500, "chunked": 240, "preempted": 240}
-WAYS = {"the host's": {}, "the device's": {"speculate_ahead": True}}
+WAYS = {"the host's": {"speculate_ahead": False}, "the device's": {"speculate_ahead": True}}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
