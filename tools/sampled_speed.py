@@ -42,16 +42,16 @@ KINDS = {
 VOCAB = 256_000
 
 
-def generated(ranks: int) -> Iterator[dict]:
+def generated(ranks: int, runs: int, kinds: list[str]) -> Iterator[dict]:
     """A row for each kind of sampling: tokens per second, and the share of plain temperature's."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, VOCAB - 1000, INPUT).tolist() for _ in range(REQUESTS)]
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
     shape: dict = {"model": "gemma-2b", "load_format": "dummy", "dtype": "bfloat16"}
     with LLM(**shape, max_num_seqs=1024, enable_prefix_caching=False, tensor_parallel_size=ranks) as llm:
-        for _ in range(RUNS + 1):
-            for kind, options in KINDS.items():
-                params = SamplingParams(**({"temperature": 1.0} | options), max_tokens=OUTPUT, ignore_eos=True)
+        for _ in range(runs + 1):
+            for kind in kinds:
+                params = SamplingParams(**({"temperature": 1.0} | KINDS[kind]), max_tokens=OUTPUT, ignore_eos=True)
                 begun = time.perf_counter()
                 llm.generate(prompts, params)
                 found[kind].append(REQUESTS * OUTPUT / (time.perf_counter() - begun))
@@ -90,11 +90,13 @@ def sampled() -> Iterator[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=RUNS, help="after one that is not counted")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="temperature first")
     parser.add_argument("--record", help="write a record of this name")
     arguments = parser.parse_args()
     begun, results = records.begin(arguments.record), []
     ranks = arguments.tensor_parallel_size
-    for row in (*(sampled() if ranks == 1 else ()), *generated(ranks)):
+    for row in (*(sampled() if ranks == 1 else ()), *generated(ranks, arguments.runs, arguments.kinds)):
         results.append(row)
         print(json.dumps({key: value for key, value in row.items() if key != "runs"}), flush=True)
     if arguments.record:
