@@ -179,6 +179,9 @@ if solved(continue_text):
     print("the same tokens as the engine:", generated == completion.token_ids[:24])
 
 # %% [markdown]
+# (On a GPU, a right loop may print `False` here: it sends each text as a whole, the engine one token at a time, and in
+# 16-bit numbers, rounding can decide between two tokens that are nearly equally likely.)
+#
 # ## 3 · Prefill and decode · 17 min
 #
 # The loop of exercise 1 sends the whole text through the model for each new token. The engine does not. It keeps what
@@ -231,7 +234,8 @@ describe(
 
 # %% [markdown]
 # The prefill computes 400 times as many tokens as a decode step and takes nowhere near 400 times as long. Per token,
-# decode is the expensive phase. To see why, look at what a step must do at a minimum:
+# decode is the expensive phase. (On `tiny-gemma` there is a second reason, in section 5, which counts for even more.)
+# To see the first one, look at what a step must do at a minimum:
 #
 # * **read the weights**: every number of every matrix that a token goes through, once per step, whether for one token
 #   or four hundred;
@@ -335,7 +339,7 @@ for dtype, limits in {model.dtype: of_model, torch.float32: of_memory}.items():
 # %% [markdown]
 # (The test after exercise 3 is in float32. On a CPU, both measurements of the arithmetic are in float32; the line shows
 # the second, and the floors in section 5 use the first, which may differ slightly.) If this machine runs `tiny-gemma`
-# and the first of the two read rates is higher, its weights stay in the cache. That is good for `tiny-gemma`, and says
+# and the first of the two read rates is clearly higher, its weights can stay in the cache. That is good for `tiny-gemma`, and says
 # little about real models, whose weights are gigabytes: they come from memory in every step, on a GPU too. A step that
 # waits for them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
 #
@@ -445,9 +449,10 @@ for name, took in recorded.items():
 # There, a step of 64 requests takes 1.5 times as long as a step of one. Its floor is only 1.02 times as high, cached
 # keys and values included; the rest is what the engine loses, most of it between 1 and 8 requests, since it has faster
 # kernels for one (lesson 11). Beyond the free batch the time grows with the number of requests: a step of 512 takes 1.7
-# times as long as one of 256. Sharing steps is called **batching**. It is why a server can answer 64 users with short
-# texts at one and a half times the cost of one. (In this record, each request has only 76 tokens in its cache. With
-# 2,000 each, reading the caches would add almost half of the weights' bytes to a step.)
+# times as long as one of 256. Sharing steps is called **batching**. It is why a server can decode for 64 users with
+# short texts at one and a half times the cost of one, though each prompt still has to be computed. (In this record,
+# each request has only 76 tokens in its cache. With 2,000 each, reading the caches would add almost half of the
+# weights' bytes to a step.)
 #
 # ## 5 · Predict, then measure · 12 min
 #
@@ -530,7 +535,8 @@ describe(
 # read rate, and each of the 25 products has to be started. The rest is overhead: hundreds of operations on little
 # data or none, where much of the cost is the call itself, and the engine's Python around them. Much of this overhead is
 # shared: it grows far less than 64-fold when the requests do. So on `tiny-gemma` batching pays mostly because it shares
-# the *overhead*; on a large model, because it shares the *weights*.
+# the *overhead*; on a large model, because it shares the *weights*. Overhead is also why the prefill of section 3 took
+# as long as so few decode steps: by the floors alone, the ratio would be far larger.
 #
 # Gemma 2B on an H200 is the other case. The record has both numbers:
 

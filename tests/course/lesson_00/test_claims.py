@@ -29,7 +29,7 @@ def test_64_requests_take_hardly_longer_than_one_on_an_h200():
 
 def test_the_requests_of_that_step_have_short_texts():
     lesson.says(
-        "a server can answer 64 users with short texts at one and a half times the cost of one",
+        "a server can decode for 64 users with short texts at one and a half times the cost of one",
         "With 2,000 each, reading the caches would add almost half of the weights' bytes to a step.",
         "each request has only 76 tokens in its cache",
     )
