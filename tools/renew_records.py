@@ -42,6 +42,7 @@ RECORDS = {
         "faults": "python tools/plant_faults.py --jobs 2 --record",
         "large-model": "python -m minillm.course.lesson_99.large_model --json",
         "open-loop": "python -m minillm.course.lesson_99.knee --json",
+        "pipeline-bubble": "python tools/pipeline_bubble.py --stages 2 3 --record",
         "pruning": "python data/prune_and_distill.py --out build/draft --record",
         "quantization": "minillm eval --compare --device cpu --dtype float32 --json",
         "quantization-seeds": f"minillm eval --compare {GROUPS} --seeds 5 --device cpu --dtype float32 --json",
