@@ -234,8 +234,8 @@ describe(
 
 # %% [markdown]
 # The prefill computes 400 times as many tokens as a decode step and takes nowhere near 400 times as long. Per token,
-# decode is the expensive phase. (On `tiny-gemma` there is a second reason, in section 5, which counts for even more.)
-# To see the first one, look at what a step must do at a minimum:
+# decode is the expensive phase. (On `tiny-gemma` there are two more reasons, in section 5, which together count for even
+# more.) To see the first one, look at what a step must do at a minimum:
 #
 # * **read the weights**: every number of every matrix that a token goes through, once per step, whether for one token
 #   or four hundred;
@@ -535,8 +535,9 @@ describe(
 # read rate, and each of the 25 products has to be started. The rest is overhead: hundreds of operations on little
 # data or none, where much of the cost is the call itself, and the engine's Python around them. Much of this overhead is
 # shared: it grows far less than 64-fold when the requests do. So on `tiny-gemma` batching pays mostly because it shares
-# the *overhead*; on a large model, because it shares the *weights*. Overhead is also why the prefill of section 3 took
-# as long as so few decode steps: by the floors alone, the ratio would be far larger.
+# the *overhead*; on a large model, because it shares the *weights*. Overhead, and products with one row that stay far
+# above their floor, are also why the prefill of section 3 took as long as so few decode steps: by the floors alone, the
+# ratio would be far larger.
 #
 # Gemma 2B on an H200 is the other case. The record has both numbers:
 
@@ -635,8 +636,8 @@ else:
     print("rms_norm is not solved yet: the engine ran its own. Calls of yours:", used.calls)
 
 # %% [markdown]
-# If a replacement changes nothing, you can't be sure that it ran. This one makes attention return zeros, so that no
-# token sees another:
+# From the text alone you could not tell that your function ran: nothing changed. Here is a replacement whose effect you
+# can see. It makes attention return zeros, so that no token sees another:
 
 
 # %%

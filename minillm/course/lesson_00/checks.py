@@ -87,6 +87,8 @@ def _(function):
     assert found == [6, 7], f"with end=8, [4, 5] continues as [6, 7]; got {found}"
     found = _asked(_counting, function, [0], 10, 4)
     assert found == [1, 2, 3], f"with end=4, [0] continues as [1, 2, 3]; got {found}"
+    found = _asked(_counting, function, [7], 10, 8)
+    assert found == [], f"with end=8, [7] continues as []: the first new token may be `end`, too; got {found}"
     found = _asked(_counting, function, [99_997], 4, int("100000"))  # an int of its own, not the model's object
     given = "with end=100000, [99997] continues as [99998, 99999]; got {} (equal ints may be two objects)"
     assert found == [99_998, 99_999], given.format(found)

@@ -27,6 +27,22 @@ def keeps_the_end(model, prompt, max_tokens, end):
     return new
 
 
+@wrong("continue_text", fails="it stops at the end token and leaves it out")
+def keeps_the_end_if_it_comes_first(model, prompt, max_tokens, end):
+    if max_tokens == 0:
+        return []
+    ids = list(prompt)
+    found = model(ids)
+    new = [max(found, key=found.get)]
+    for _ in range(max_tokens - 1):
+        found = model([*ids, *new])
+        token = max(found, key=found.get)
+        if token == end:
+            break
+        new.append(token)
+    return new
+
+
 @wrong("continue_text", fails="an end token in the prompt does not stop it")
 def looks_for_the_end_in_the_prompt_too(model, prompt, max_tokens, end):
     new = []
