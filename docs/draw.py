@@ -14,7 +14,9 @@ from pathlib import Path
 from minillm import LLM, SamplingParams
 from minillm.bench import batching, offline, plots, records, waste, workloads
 from minillm.bench.load import other_load
+from minillm.course.lesson_13 import speculating
 from minillm.course.shared import real_model
+from minillm.report.findings import listed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
@@ -30,7 +32,7 @@ FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200
 CACHE_SPEED = "h200/cache-speed"
 SAMPLED = "h200/sampled-speed"
 PREFILL = "h200/prefill-attention"
-SPECULATION = "cpu/speculation"
+SPECULATION, EXACT = "cpu/speculation", "h200/speculation-exact"
 SERVING, SERVING_PEER = "h200/serving", "h200/vllm-server-h200"
 COMMAND = "python docs/draw.py record"
 QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
@@ -380,6 +382,43 @@ def speculation_figures() -> str:
     return "\n".join([*lines, "", *wrapped(text), ""])
 
 
+def gpu_speculation_figures() -> str:
+    """The table of what drafts gain and cost on a GPU, by who drafts, and what `exact` costs."""
+    rows, exact = speculating.measured(), records.read(EXACT)["results"]
+    lines = [
+        "| requests | drafts a step | right | who drafts | acceptance length | speed-up | first run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        drafts = row.drafts if row.right else f"up to {row.drafts}"
+        length = "" if row.length is None else f"{row.length:.1f}"
+        lines.append(
+            f"| {row.requests} | {drafts} | {row.right:.0%} | {row.who} | {length} | {row.speedup:.2f} | "
+            f"{', '.join(f'{each:.2f}' for each in row.earlier)} |"
+        )
+    record = records.read(speculating.MEASURED["host"])
+    longer = {who: statistics.mean(row.longer for row in speculating.by_coin(who, 1)) for who in speculating.MEASURED}
+    named = " and ".join(f"[{name}](data/results/{name}.json)" for name in speculating.MEASURED.values())
+    text = (
+        f"With drafts against without, in turns in one process, on one {record['machine']['gpu']}: Gemma 2B's shape, "
+        f"random weights, bfloat16, prompts of 32 tokens, {record['results'][0]['output_tokens']} tokens out, greedy. "
+        "Host: the drafts cost nothing, and a step with drafts is launched once the one before it is read. GPU: it "
+        "looks the drafts up and counts the right ones, and steps are launched ahead, as by default. Both run in CUDA "
+        "graphs. A coin decides which drafts are right, and all run; where none is right (0%), how many are tried is "
+        "the engine's choice. Acceptance lengths and speed-ups are those of the second run: the coin of the host falls "
+        f"differently each time. For one request, a step with seven drafts took {longer['GPU']:.2f} times as long as "
+        f"one without where the GPU drafted, and {longer['host']:.2f} times where the host did, for which the GPU "
+        f"waits. Records: {named}."
+    )
+    times = listed([f"{row['times_as_long']:.2f}" for row in exact])
+    counts = listed([str(row["requests"]) for row in exact])
+    costs = (
+        f"Without drafts, an engine with `exact` takes {times} times as long as one without it, for {counts} requests "
+        f"(the same model, 128 tokens out). Record: [{EXACT}](data/results/{EXACT}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), "", *wrapped(costs), ""])
+
+
 def serving_figures() -> str:
     """The table of servers."""
     record = records.read(SERVING)
@@ -534,6 +573,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "sampled": sampled_figures,
     "prefill": prefill_figures,
     "speculation": speculation_figures,
+    "speculation on a GPU": gpu_speculation_figures,
     "serving": serving_figures,
     "busy": busy_figures,
     "figures": figures,

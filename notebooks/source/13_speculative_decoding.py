@@ -136,7 +136,8 @@ for position in (8, 9, 10):
 # token, as any decode step does. And every token is the one that decoding without drafts would have chosen, because it
 # was chosen from the same logits with the same number. No draft can change a text. It can only make it come sooner, or
 # waste time. (Up to rounding: a step of several tokens may add in another order, which can decide between two nearly
-# equal tokens. This lesson computes in float64, where such ties are too rare to see.)
+# equal tokens. This lesson computes in float64, where such ties are too rare to see. `LLM(exact=True)` always adds in
+# the same order; in bfloat16 on an H200, that takes 1.6 to 2.1 times as long.)
 #
 # **Exercise 1 (6 minutes).** Write the check. For example, with the drafts 5 and 6, if the target's own tokens are 5, 9
 # and 3, the step gains `[5, 9]`: the first draft is right; in place of the second the target has 9; and 3, chosen after
@@ -395,11 +396,11 @@ drafts are accepted, up to seven. With a temperature there are more steps, and m
 # A step with drafts takes longer than one without. On the H200, eight tokens take 1.33 times as long as one. So seven
 # drafts pay if a step gains more than 1.33 tokens on average. This is the **break-even**.
 #
-# These are times of steps in CUDA graphs. The engine runs steps with drafts in the same graphs (lesson 11), each draft
-# as a row, like another request's token. One thing is left out: the next drafts depend on the tokens before them, and
-# the host looks them up. So a step with drafts is launched only once the one before it has been read, and in between a
-# GPU waits. (With `speculate_ahead=True`, the GPU looks them up itself and does not wait. It is off by default until a
-# record shows what it gains.)
+# These are times of steps in CUDA graphs (lesson 11), in which steps with drafts run too, each draft as a row, like
+# another request's token. One thing is left out: the next drafts depend on the tokens before them. If the host looks
+# them up, it launches a step only once it has read the one before, and in between the GPU waits. So on one GPU, the GPU
+# looks them up itself by default (`speculate_ahead`), and need not wait; section 7 compares both. (The host still
+# drafts while prompts run, for requests with a grammar or penalties, and with a proposer of yours.)
 #
 # How many tokens does a step with $k$ drafts gain? Say that each draft is right with the probability $p$, if those
 # before it are. The first draft is tested in any case, so it gains a token with probability $p$; the second counts only
@@ -559,7 +560,8 @@ for label, (before, every, chosen) in runs.items():
 #
 # The engine makes the same decision for all rows of a step at once, since they share its time. It measures the times
 # itself while it serves. And it pauses a row whose drafts are not worth it, for a while that doubles: where the
-# host drafts, a row must wait until its last token is known, and cannot run ahead (lesson 10). On this machine:
+# host drafts, a row must wait until its last token is known, and cannot run ahead (lesson 10). When no draft was right,
+# an H200 lost 1.5% to 3% of its speed where the host drafted, and at most 1% where the GPU did. On this machine:
 
 # %% tags=["nbval-ignore-output"] uncompared="times"
 print(f"{'CPU seconds, this machine':28}no drafts   all   as the engine decides")
@@ -571,7 +573,7 @@ for name, prompt in PROMPTS.items():
 # %% [markdown]
 # (Each way ran once: do not read much into small differences.)
 #
-# ## 6 · Rejection sampling · 22 min
+# ## 6 · Rejection sampling · 21 min
 #
 # An engine whose random numbers depend on the step or on the batch cannot promise the same text: it draws for all
 # positions of a step at once, and the numbers of rejected ones are spent. What it can promise is that tokens have the
@@ -725,13 +727,12 @@ print(f"agreement, one number for each token:    {by_gumbel:.3f}")
 # propose, would be right in 63%. And agreement gives the same text with and without drafts, which can be compared token
 # by token in a test, works with penalties and grammars as they are, and needs no probabilities of the drafter.
 #
-# ## 7 · When to leave it off · 4 min
+# ## 7 · When to leave it off · 5 min
 #
 # So far, one request had the step to itself. With more of them, the batch already fills the time that drafts would use.
 # Lesson 00's record of the H200 has steps of 1, 8, 64, 256 and 512 tokens. Without drafts, 1, 8 and 64 requests run as
 # many tokens; with seven drafts for each request, they run 8, 64 and 512. With three drafts, 64 requests run 256.
-# (Again, all are times of CUDA graphs. This is not the record of section 1: its times contain the prompts', these are
-# of steps alone.)
+# (This is not the record of section 1, whose times contain the prompts': these are of steps alone, in CUDA graphs.)
 
 # %%
 crowded = speculating.crowded_ms()
@@ -755,9 +756,28 @@ llm.close()
 # With 64, a step of 512 tokens is limited by arithmetic, and wrong drafts take time from all of them: seven drafts each
 # from a drafter that is right half of the time make the server slower. Three each would still gain: the more requests,
 # the fewer drafts pay. With 256 requests, a single draft for each makes the step 1.70 times as long, and pays only if
-# more than 70% of them are right. Three rules of thumb follow. Speculation is for latency: few requests, each waiting
-# for its tokens. It suits text that repeats (editing, quoting, code, tables) and low temperatures. And it must measure
-# itself: acceptance per request, and the step times of the machine it runs on.
+# more than 70% of them are right.
+#
+# What remains of this in whole runs depends on who drafts. Two records of the same model have runs with seven drafts
+# for each request, where a coin decides which are right:
+
+# %%
+print("requests, who drafts   step with / without drafts   speed-up (acceptance length)")
+for requests in (1, 8):
+    for who in speculating.MEASURED:
+        rows = speculating.by_coin(who, requests)
+        longer = np.mean([each.longer for each in rows])
+        gains = ", ".join(f"{each.speedup:.2f} ({each.length:.1f})" for each in rows)
+        print(f"{requests}, {who:4} {longer:41.2f}   {gains}")
+
+# %% [markdown]
+# Where the GPU drafts, steps take as long as the chart says. Where the host does, there is a round trip between two
+# steps: the GPU waits until the host has read the tokens, has new drafts, and launches the next step. That takes about
+# half as long as a step without drafts.
+#
+# Three rules of thumb follow. Speculation is for latency: few requests, each waiting for its tokens. It suits text that
+# repeats (editing, quoting, code, tables) and low temperatures. And it must measure itself: acceptance per request, and
+# the step times of the machine it runs on.
 #
 # ## Recap · 2 min
 #
@@ -774,9 +794,8 @@ llm.close()
 #   $q$ that the draft was drawn from.
 #
 # **What got worse:** wrong drafts waste arithmetic and power. Where the host drafts, a row waits until its last token
-# is known, so it cannot run ahead, and a GPU waits between steps with drafts, which the times of this lesson leave out.
-# Tokens come in bursts. A step's cost depends on its text. And the engine has one more thing to measure and to get
-# wrong.
+# is known, so it cannot run ahead, and a GPU waits between steps with drafts. Tokens come in bursts. A step's cost
+# depends on its text. And the engine has one more thing to measure and to get wrong.
 #
 # **Further reading:** Stern et al. 2018, *Blockwise Parallel Decoding for Deep Autoregressive Models* (guessing and
 # checking, for greedy decoding); Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*;

@@ -14,6 +14,7 @@ from tools import lesson_minutes
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MEASUREMENTS = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
+OPERATING = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,20 @@ def test_fast_accumulation_has_cost_tiny_gemma_nothing():
     assert len(used) > 2 and f"{FAST:,}" in MEASUREMENTS
     for row in used:
         assert (row["fast"] ** 2 - row["output"] ** 2) ** 0.5 < row["rounding"] / 10
+
+
+def test_the_texts_about_drafts_state_the_settings_of_their_records():
+    """The tool's prompts have 32 tokens unless its command says otherwise."""
+    names = "h200/speculation", "h200/speculation-ahead", "h200/speculation-exact"
+    tokens = {name: records.read(name)["command"].split("--output-len ")[1].split()[0] for name in names}
+    assert list(tokens.values()) == ["256", "256", "128"]
+    assert not any("--input-len" in records.read(name)["command"] for name in names)
+    text = " ".join(MEASUREMENTS.split())
+    assert "prompts of 32 tokens, 256 tokens out, greedy" in text and "(the same model, 128 tokens out)" in text
+    assert "those of the second run" in text
+    times = [row["times_as_long"] for row in records.read("h200/speculation-exact")["results"]]
+    assert f"takes {min(times):.1f} to {max(times):.1f} times as long, for 1 to 64 requests" in OPERATING
+    assert {len(row["speedups"]) for name in names[:2] for row in records.read(name)["results"]} == {2}
 
 
 def test_the_batching_table_states_the_settings_in_which_its_columns_differ():

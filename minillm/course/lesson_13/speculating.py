@@ -23,6 +23,7 @@ from minillm.speculation.ngram import NgramIndex
 from minillm.trace import Trace, replay
 
 RECORD = "h200/quantization"
+MEASURED = {"host": "h200/speculation", "GPU": "h200/speculation-ahead"}  # by who drafts
 MOST = 7  # drafts in a step, as by default in the engine
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float64", "run_ahead": 0, "num_blocks": 256}
 GUESTS = """Room 3: Ada came on Monday, stayed 2 nights and paid with honey.
@@ -112,6 +113,52 @@ def crowded_ms() -> dict[int, float]:
     """{tokens of a step: its milliseconds}, of the same model on an H200, up to hundreds, from lesson 00's record."""
     rows = [each for each in records.read("h200/roofline")["results"] if each["name"].startswith("decode")]
     return {row["tokens"]: 1e3 * row["seconds"] for row in rows}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row of the records of drafts on an H200, of the same model.
+
+    who: drafts, the host or the GPU. right: a draft's chance, by a coin; 0: no draft is right, and the engine chose how
+    many ran. length: the acceptance length, None without drafts. speedup: of the last pair of runs, whose drafts the
+    record counts; earlier: of those before it. longer: a step's time, as a multiple of one without drafts.
+    """
+
+    who: str
+    requests: int
+    drafts: int
+    right: float
+    length: float | None
+    speedup: float
+    earlier: tuple[float, ...]
+    longer: float
+
+
+def measured() -> list[Measured]:
+    """Whole runs with drafts and without: by requests, drafts, how many were right, and who drafted."""
+    found = []
+    for who, name in MEASURED.items():
+        for row in records.read(name)["results"]:
+            *earlier, last = row["speedups"]
+            found.append(
+                Measured(
+                    who,
+                    row["requests"],
+                    row["drafts"],
+                    row["right"],
+                    row["acceptance_length"],
+                    last,
+                    tuple(earlier),
+                    row["steps_without"] / row["steps_with"] / last,
+                )
+            )
+    return sorted(found, key=lambda each: (each.requests, -each.drafts, each.right, each.who == "GPU"))
+
+
+def by_coin(who: str, requests: int, drafts: int = MOST) -> list[Measured]:
+    """The measurements in which a coin decided which drafts are right."""
+    of = who, requests, drafts
+    return [each for each in measured() if each.right and (each.who, each.requests, each.drafts) == of]
 
 
 def pays_from(drafts: int, longer: float) -> float:

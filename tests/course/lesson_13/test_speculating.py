@@ -45,6 +45,17 @@ def test_steps_between_those_of_the_record_take_as_long_as_the_next_larger_one()
     assert speculating.step_ms([1, 2, 4, 5, 8, 9, 17, 64]).tolist() == [ms[n] for n in (1, 4, 4, 8, 8, 16, 64, 64)]
 
 
+def test_a_measured_step_is_as_much_longer_as_the_speed_up_leaves_of_the_steps_that_are_saved():
+    """That is so for each run on its own, and the record counts the last one's drafts and steps."""
+    rows = speculating.by_coin("host", 1)
+    assert [(each.drafts, each.right) for each in rows] == [(7, 0.7), (7, 0.8)]
+    for each, found in zip(rows, ((256 / 84, 0.2135, 0.3568), (256 / 61, 0.1557, 0.3568)), strict=True):
+        fewer, with_drafts, without = found
+        assert each.speedup == pytest.approx(without / with_drafts, abs=1e-3) and len(each.earlier) == 1
+        assert each.longer == pytest.approx(fewer * with_drafts / without, abs=1e-3)
+    assert len(speculating.by_coin("GPU", 8, drafts=3)) == 2 and not speculating.by_coin("GPU", 64)
+
+
 def test_the_cheat_errs_at_every_fifth_position():
     cheat = speculating.Erring([10, 11, 12, 13, 14, 15, 16, 17], every=5)
     assert cheat([10, 11, 12], 4) == [13, 14, 16, 16] and cheat([0] * 6, 9) == [16, 17]
