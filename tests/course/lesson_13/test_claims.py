@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from minillm.bench import records
+from minillm.config import EngineConfig
 from minillm.course.lesson_13 import speculating
 from tests.course.lesson import solved
 
@@ -162,9 +163,15 @@ def test_drafts_that_are_never_right_cost_a_gpu_little():
     assert min(lost["GPU"]) > 0 and max(lost["GPU"]) <= 0.01
 
 
+def test_one_gpu_looks_up_its_drafts_by_default():
+    lesson.says("on one GPU, the GPU looks them up itself by default (`speculate_ahead`), and need not wait")
+    lookup, two = EngineConfig(speculate="ngram"), EngineConfig(speculate="ngram", tensor_parallel_size=2)
+    assert lookup.on("cuda").speculate_ahead and not two.on("cuda").speculate_ahead
+    assert not lookup.on("cpu").speculate_ahead
+
+
 def test_steps_whose_drafts_the_gpu_finds_take_what_the_chart_says_and_those_of_the_host_half_a_step_more():
     lesson.says(
-        "on one GPU, the GPU looks them up itself by default (`speculate_ahead`), and need not wait",
         "Where the GPU drafts, steps take as long as the chart says.",
         "That takes about half as long as a step without drafts.",
     )
