@@ -234,8 +234,8 @@ describe(
 
 # %% [markdown]
 # The prefill computes 400 times as many tokens as a decode step and takes nowhere near 400 times as long. Per token,
-# decode is the expensive phase. (On `tiny-gemma` there are two more reasons, in section 5, which together count for even
-# more.) To see the first one, look at what a step must do at a minimum:
+# decode is the expensive phase. (On `tiny-gemma` there are two more reasons, in section 5, which together count for
+# even more.) To see the first one, look at what a step must do at a minimum:
 #
 # * **read the weights**: every number of every matrix that a token goes through, once per step, whether for one token
 #   or four hundred;
@@ -339,9 +339,9 @@ for dtype, limits in {model.dtype: of_model, torch.float32: of_memory}.items():
 # %% [markdown]
 # (The test after exercise 3 is in float32. On a CPU, both measurements of the arithmetic are in float32; the line shows
 # the second, and the floors in section 5 use the first, which may differ slightly.) If this machine runs `tiny-gemma`
-# and the first of the two read rates is clearly higher, its weights can stay in the cache. That is good for `tiny-gemma`, and says
-# little about real models, whose weights are gigabytes: they come from memory in every step, on a GPU too. A step that
-# waits for them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
+# and the first of the two read rates is clearly higher, its weights can stay in the cache. That is good for
+# `tiny-gemma`, and says little about real models, whose weights are gigabytes: they come from memory in every step, on a
+# GPU too. A step that waits for them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
 #
 # While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time
 # that the reading takes.
