@@ -340,8 +340,8 @@ for dtype, limits in {model.dtype: of_model, torch.float32: of_memory}.items():
 # (The test after exercise 3 is in float32. On a CPU, both measurements of the arithmetic are in float32; the line shows
 # the second, and the floors in section 5 use the first, which may differ slightly.) If this machine runs `tiny-gemma`
 # and the first of the two read rates is clearly higher, its weights can stay in the cache. That is good for
-# `tiny-gemma`, and says little about real models, whose weights are gigabytes: they come from memory in every step, on a
-# GPU too. A step that waits for them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
+# `tiny-gemma`, and says little about real models, whose weights are gigabytes: they come from memory in every step, on
+# a GPU too. A step that waits for them is **memory-bound**; one that waits for the arithmetic is **compute-bound**.
 #
 # While a step is memory-bound, more tokens should cost almost nothing: their arithmetic fits into the time
 # that the reading takes.
