@@ -3,65 +3,258 @@
     h[t] = down[slots[t]] x[t],   one after another for each part of the weight (queries, keys, values)
     out[t, row] += up[slots[t], row] . h[t, part of the row]
 
-Hu et al. 2021, "LoRA", section 4.1; Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", section 4, gathers the
-factors of each token in the same way. Tokens without an adapter have slot 0: their programs exit at once.
+Hu et al. 2021, "LoRA", section 4.1. Tokens with the same adapter are multiplied together, so that its factors are read
+once for all of them (Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", section 4). `token_tiles` groups them, once
+in a step for all weights: each tile is a slot and some of its tokens. Tokens without an adapter have slot 0 and are in
+no tile.
 
-Tiling: two launches. In the first, each program computes a few entries of one token's h, from whole rows of its A; in
-the second, a tile of one token's outputs. So a token's result does not depend on which others are in the batch, and
-nothing is summed in an order that may change. Tokens with the same adapter read its factors again, from the GPU's L2
-cache: for long prompts a product of tiles of tokens would be faster.
+Tiling: two launches, whose programs go through all tiles. In the first, a program multiplies a tile's tokens by a few
+rows of A, for a share of the columns. In the second, it adds up the shares and multiplies h by rows of B, one tile of
+rows after another. h stays in float32: where B is bfloat16, a product with the bfloat16 nearest to h and one with what
+is left of it are added. Both kernels wait for memory, mostly, so a program asks for its first factors before it waits
+for the kernel before it, and for the next ones before it computes.
+
+A token's sums are made in the same order wherever it is in a tile, so they do not depend on the other tokens, with one
+exception: for more than FEW_TOKENS tokens the tiles have other sizes.
 """
+
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .single_row_parts import dependent_launch, wait_for_inputs
+from .arguments import is_compiled
+from .single_row_parts import dependent_launch, processors, wait_for_inputs
 
-ENTRIES = 4  # of h, in one program
 MOST_PARTS = 3
+FEW_TOKENS = 256
+GROUPED = 64  # tokens that a program groups
+
+
+class Tiles(NamedTuple):
+    """The sizes of what a program multiplies."""
+
+    tokens: int
+    entries: int  # of h, at most
+    columns: int  # at once
+    groups: int  # that these are in: each warp adds up its own
+    pieces: int  # of so many columns, in a share; more if there were more than `shares`
+    shares: int
+    rows: int  # of B at once, if B is in half precision and of rank 16
+    blocks: int  # of rows that a weight has at least
+    programs: int  # on a multiprocessor, at most
+    warps: int
+
+
+FEW = Tiles(tokens=8, entries=16, columns=512, groups=4, pieces=1, shares=32, rows=256, blocks=16, programs=5, warps=4)
+MANY = Tiles(tokens=64, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=64, blocks=16, programs=8, warps=4)
+
+
+@triton.jit(do_not_specialize=["TOKENS"])
+def rank_kernel(slots_ptr, rank_ptr, TOKENS, GROUPED: tl.constexpr):
+    """How many tokens before each one have its slot."""
+    mine = tl.program_id(0) * GROUPED + tl.arange(0, GROUPED)
+    slots = tl.load(slots_ptr + mine, mask=mine < TOKENS, other=0)
+    rank = tl.zeros([GROUPED], tl.int32)
+    for start in range(0, (tl.program_id(0) + 1) * GROUPED, GROUPED):
+        others = start + tl.arange(0, GROUPED)
+        theirs = tl.load(slots_ptr + others, mask=others < TOKENS, other=0)
+        counted = (theirs[None, :] == slots[:, None]) & (others[None, :] < mine[:, None])
+        rank += tl.sum(counted.to(tl.int32), axis=1)
+    tl.store(rank_ptr + mine, rank, mask=mine < TOKENS)
+
+
+@triton.jit(do_not_specialize=["TOKENS"])
+def group_kernel(slots_ptr, rank_ptr, tiles_ptr, TOKENS, SIZE: tl.constexpr, GROUPED: tl.constexpr):
+    """Write each token into its tile of SIZE tokens. Tiles are ordered by slot."""
+    mine = tl.program_id(0) * GROUPED + tl.arange(0, GROUPED)
+    slots = tl.load(slots_ptr + mine, mask=mine < TOKENS, other=0)
+    rank = tl.load(rank_ptr + mine, mask=mine < TOKENS, other=0)
+    tile, used = rank // SIZE, 0
+    for start in range(0, TOKENS, GROUPED):
+        others = start + tl.arange(0, GROUPED)
+        theirs = tl.load(slots_ptr + others, mask=others < TOKENS, other=0)
+        first = (tl.load(rank_ptr + others, mask=others < TOKENS, other=1) % SIZE == 0) & (theirs > 0)
+        tile += tl.sum((first[None, :] & (theirs[None, :] < slots[:, None])).to(tl.int32), axis=1)
+        used += tl.sum(first.to(tl.int32))
+    if tl.program_id(0) == 0:
+        tl.store(tiles_ptr, used)
+    at = tiles_ptr + (1 + tile) * (1 + SIZE)
+    tl.store(at + 1 + rank % SIZE, mine, mask=slots > 0)
+    tl.store(at, slots.to(tl.int32), mask=(slots > 0) & (rank % SIZE == 0))
+
+
+def token_tiles(slots: torch.Tensor, count: int) -> torch.Tensor:
+    """Group the tokens of a step by their slot, for `add_low_rank`: [1 + tiles, 1 + size] int32.  Lesson 15.
+
+    slots: [tokens] int64, below count, 0 for none. A tile is its slot, then its tokens, then -1. The first row has the
+    number of tiles that are used; there is room for as many as any slots of so many tokens need.
+    """
+    tokens, size = len(slots), _tiles(len(slots)).tokens
+    distinct = min(tokens, count - 1)
+    tiles = slots.new_full((1 + distinct + (tokens - distinct) // size, 1 + size), -1, dtype=torch.int32)
+    rank = slots.new_empty(tokens, dtype=torch.int32)
+    if distinct:
+        grid = (triton.cdiv(tokens, GROUPED),)
+        rank_kernel[grid](slots, rank, tokens, GROUPED=GROUPED, num_warps=4)
+        group_kernel[grid](slots, rank, tiles, tokens, SIZE=size, GROUPED=GROUPED, num_warps=4)
+    return tiles
 
 
 @triton.jit
+def _load_tile(tiles_ptr, tile, exists, TOKENS: tl.constexpr):
+    """A tile's slot and tokens; 0 and -1 if it does not exist."""
+    at = tiles_ptr + (1 + tile) * (1 + TOKENS)
+    return tl.load(at, mask=exists, other=0), tl.load(at + 1 + tl.arange(0, TOKENS), mask=exists, other=-1)
+
+
+@triton.jit
+def _load_block(ptr, rows, real, columns, stride, COLUMNS: tl.constexpr):
+    """Some columns [groups, columns] of some rows: [groups, rows, columns], 0 where a row is not real."""
+    at = ptr + rows.to(tl.int64)[None, :, None] * stride + columns[:, None, :]
+    return tl.load(at, mask=real[None, :, None] & (columns < COLUMNS)[:, None, :], other=0)
+
+
+@triton.jit
+def _product(down, x, IN_HALF: tl.constexpr, GROUPS: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr):
+    """down x^T of half precision numbers, or exactly in float32, of each group: [groups, entries, tokens]."""
+    if not IN_HALF:
+        down, x = down.to(tl.float32), x.to(tl.float32)
+    if GROUPS == 1:  # tensor cores of Hopper have no groups
+        PIECE: tl.constexpr = down.shape[2]
+        down, x = tl.reshape(down, [ENTRIES, PIECE]), tl.reshape(x, [TOKENS, PIECE])
+        total = tl.dot(down, tl.trans(x), input_precision="ieee")[None, :, :]
+    else:
+        total = tl.dot(down, tl.permute(x, [0, 2, 1]), input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _block_of_down(
+    block, SHARES: tl.constexpr, ENTRIES: tl.constexpr, GROUPS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
+):
+    """Some entries of h, and the first columns of a share: blocks are all shares of the first entries, then others."""
+    columns = tl.arange(0, GROUPS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    return block // SHARES * ENTRIES + tl.arange(0, ENTRIES), block % SHARES * (PIECES * GROUPS * PIECE) + columns
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def inner_kernel(
-    x_ptr, slots_ptr, down_ptr, inner_ptr, x_stride, slot_stride,
-    COLUMNS: tl.constexpr, SIZE: tl.constexpr, ENTRIES: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, tiles_ptr, down_ptr, inner_ptr, x_stride, slot_stride, tokens,
+    COLUMNS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr, GROUPS: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, SHARES: tl.constexpr, IN_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """inner [SHARES, tokens, SIZE] = each token's h, for one share of the columns after another."""
+    BLOCKS: tl.constexpr = (SIZE + ENTRIES - 1) // ENTRIES * SHARES
+    item, programs = tl.program_id(0), tl.num_programs(0)
+    items = tl.load(tiles_ptr) * BLOCKS
+    slot, members = _load_tile(tiles_ptr, item // BLOCKS, True, TOKENS)
+    entries, columns = _block_of_down(item % BLOCKS, SHARES, ENTRIES, GROUPS, PIECE, PIECES)
+    down_at = down_ptr + slot.to(tl.int64) * slot_stride
+    down = _load_block(down_at, entries, (entries < SIZE) & (slot > 0), columns, COLUMNS, COLUMNS)
     wait_for_inputs(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    if slot > 0:
-        entries = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
-        down = down_ptr + slot * slot_stride + entries[:, None].to(tl.int64) * COLUMNS
-        total = tl.zeros((ENTRIES, TILE), tl.float32)
-        for start in range(0, COLUMNS, TILE):
-            columns = start + tl.arange(0, TILE)
-            inside = columns < COLUMNS
-            x = tl.load(x_ptr + token * x_stride + columns, mask=inside, other=0).to(tl.float32)
-            mask = (entries[:, None] < SIZE) & inside[None, :]
-            total += tl.load(down + columns[None, :], mask=mask, other=0).to(tl.float32) * x[None, :]
-        tl.store(inner_ptr + token * SIZE + entries, tl.sum(total, axis=1), mask=entries < SIZE)
+    for each in tl.range(item, items, programs, num_stages=1):
+        x = _load_block(x_ptr, members, members >= 0, columns, x_stride, COLUMNS)
+        following = each + programs
+        next_slot, next_members = _load_tile(tiles_ptr, following // BLOCKS, following < items, TOKENS)
+        next_entries, next_columns = _block_of_down(following % BLOCKS, SHARES, ENTRIES, GROUPS, PIECE, PIECES)
+        next_at = down_ptr + next_slot.to(tl.int64) * slot_stride
+        real = (next_entries < SIZE) & (next_slot > 0)
+        next_down = _load_block(next_at, next_entries, real, next_columns, COLUMNS, COLUMNS)
+        total = _product(down, x, IN_HALF, GROUPS, ENTRIES, TOKENS)
+        if PIECES > 1:
+            for piece in tl.range(1, PIECES, num_stages=3):
+                more = columns + piece * (GROUPS * PIECE)
+                x = _load_block(x_ptr, members, members >= 0, more, x_stride, COLUMNS)
+                down = _load_block(down_at, entries, entries < SIZE, more, COLUMNS, COLUMNS)
+                total += _product(down, x, IN_HALF, GROUPS, ENTRIES, TOKENS)
+        total = tl.sum(total, axis=0)
+        place = inner_ptr + (each % SHARES * tokens + members[None, :]) * SIZE + entries[:, None]
+        tl.store(place, total, mask=(members >= 0)[None, :] & (entries < SIZE)[:, None])
+        members, entries, columns, down_at, down = next_members, next_entries, next_columns, next_at, next_down
 
 
 @triton.jit
+def _rows_of_block(block, TILE: tl.constexpr, first_end, second_end, end):
+    """Which rows of a weight a block has, at most TILE of one part: (part, first, the part's end)."""
+    first, second = tl.cdiv(first_end, TILE), tl.cdiv(second_end - first_end, TILE)
+    part, begin, after = 0, block * TILE, first_end
+    if block >= first + second:
+        part, begin, after = 2, second_end + (block - first - second) * TILE, end
+    elif block >= first:
+        part, begin, after = 1, first_end + (block - first) * TILE, second_end
+    return part, begin, after
+
+
+@triton.jit
+def _load_up(up_ptr, slot, slot_stride, begin, after, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr):
+    rows, ranks = begin + tl.arange(0, TILE), tl.arange(0, RANK_TILE)
+    at = up_ptr + slot.to(tl.int64) * slot_stride + rows[:, None] * RANK + ranks[None, :]
+    return tl.load(at, mask=(slot > 0) & (rows < after)[:, None] & (ranks < RANK)[None, :], other=0)
+
+
+@triton.jit
+def _load_inner(
+    inner_ptr, members, part, tokens,
+    SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
+):  # fmt: skip
+    """A part's h of some tokens, transposed: [RANK_TILE, tokens]."""
+    ranks, shares = tl.arange(0, RANK_TILE)[None, :, None], tl.arange(0, SHARE_TILE)[:, None, None]
+    at = inner_ptr + (shares * tokens + members[None, None, :]) * SIZE + part * RANK + ranks
+    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, None, :]
+    return tl.sum(tl.load(at, mask=wanted, other=0), axis=0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def add_kernel(
-    out_ptr, slots_ptr, up_ptr, inner_ptr, out_stride, slot_stride, first_end, second_end,
-    ROWS: tl.constexpr, SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr,
+    out_ptr, tiles_ptr, up_ptr, inner_ptr, out_stride, slot_stride, tokens, first_end, second_end, end,
+    SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Add to out what B makes of inner. IN_HALF: B is bfloat16. A program has blocks of rows next to each other."""
+    blocks = tl.cdiv(first_end, TILE) + tl.cdiv(second_end - first_end, TILE) + tl.cdiv(end - second_end, TILE)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    items = tl.load(tiles_ptr) * blocks
+    share = items // programs
+    more = items - share * programs  # programs that have one more
+    item = program * share + tl.minimum(program, more)
+    last = item + share + (program < more).to(tl.int32)
+    slot, members = _load_tile(tiles_ptr, item // blocks, item < last, TOKENS)
+    part, begin, after = _rows_of_block(item % blocks, TILE, first_end, second_end, end)
+    up = _load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE)
     wait_for_inputs(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    if slot > 0:
-        rows, ranks = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, RANK_TILE)
-        part = (rows >= first_end).to(tl.int32) + (rows >= second_end).to(tl.int32)
-        mask = (rows < ROWS)[:, None] & (ranks < RANK)[None, :]
-        inner = tl.load(inner_ptr + token * SIZE + part[:, None] * RANK + ranks[None, :], mask=mask, other=0)
-        up = up_ptr + slot * slot_stride + rows[:, None].to(tl.int64) * RANK + ranks[None, :]
-        added = tl.sum(tl.load(up, mask=mask, other=0).to(tl.float32) * inner, axis=1)
-        place = out_ptr + token * out_stride + rows
-        before = tl.load(place, mask=rows < ROWS, other=0)
-        tl.store(place, (before.to(tl.float32) + added).to(before.dtype), mask=rows < ROWS)
+    rows = begin + tl.arange(0, TILE)
+    place = out_ptr + members[None, :].to(tl.int64) * out_stride + rows[:, None]
+    mask = (members >= 0)[None, :] & (rows < after)[:, None]
+    before = tl.load(place, mask=mask, other=0)
+    inner = _load_inner(inner_ptr, members, part, tokens, SIZE, RANK, RANK_TILE, SHARES, SHARE_TILE)
+    for each in tl.range(item, last, num_stages=1):
+        following = each + 1
+        next_part, begin, after = _rows_of_block(following % blocks, TILE, first_end, second_end, end)
+        next_slot, next_members = slot, members
+        if following % blocks == 0:
+            next_slot, next_members = _load_tile(tiles_ptr, following // blocks, following < last, TOKENS)
+        if following >= last:
+            next_slot = 0
+        next_up = _load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE)
+        rows = begin + tl.arange(0, TILE)
+        next_place = out_ptr + next_members[None, :].to(tl.int64) * out_stride + rows[:, None]
+        next_mask = (next_slot > 0) & (next_members >= 0)[None, :] & (rows < after)[:, None]
+        next_before = tl.load(next_place, mask=next_mask, other=0)
+        if IN_HALF:
+            high = inner.to(up.dtype)
+            total = tl.dot(up, high)
+            total = tl.dot(up, (inner - high.to(tl.float32)).to(up.dtype), total)
+        else:
+            total = tl.dot(up.to(tl.float32), inner, input_precision=PRECISION)
+        tl.store(place, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
+        if (following < last) & ((next_part != part) | (following % blocks == 0)):
+            inner = _load_inner(inner_ptr, next_members, next_part, tokens, SIZE, RANK, RANK_TILE, SHARES, SHARE_TILE)
+        slot, members, part, up = next_slot, next_members, next_part, next_up
+        place, mask, before = next_place, next_mask, next_before
 
 
 def add_low_rank(
@@ -78,23 +271,57 @@ def add_low_rank(
     slot's entries are contiguous; ends: where the rows of each part end. Sums are in float32; float64 is not supported.
     Raises ValueError for more than MOST_PARTS parts.
     """
+    return add_grouped(out, x, token_tiles(slots, len(down)), down, up, ends, just_grouped=True)
+
+
+def add_grouped(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    ends: tuple[int, ...],
+    just_grouped: bool = False,
+) -> torch.Tensor:
+    """As `add_low_rank`, with tiles = token_tiles(slots, len(down)) in place of slots.
+
+    just_grouped: these were computed by one of the last two launches; else the first kernel may read them while the one
+    before it still runs.
+    """
     if len(ends) > MOST_PARTS:
         raise ValueError(f"a weight of {len(ends)} parts has more than {MOST_PARTS}: add to it in torch")
-    tokens, (_, size, columns), (_, rows, rank) = len(x), down.shape, up.shape
-    if not tokens:
+    if len(tiles) == 1:
         return out
-    inner = torch.empty((tokens, size), dtype=torch.float32, device=x.device)
-    first, second = (*ends[:-1], rows, rows)[:2]
-    dependent = dependent_launch(x.device)
-    inner_kernel[(tokens, triton.cdiv(size, ENTRIES))](
-        x, slots, down, inner, x.stride(0), down.stride(0),
-        COLUMNS=columns, SIZE=size, ENTRIES=ENTRIES, TILE=min(triton.next_power_of_2(columns), 1024), num_warps=4,
-        **dependent,
+    (tokens, columns), (_, size, _), (_, rows, rank) = x.shape, down.shape, up.shape
+    sizes, dependent = _tiles(tokens), dependent_launch(x.device)
+    most, warps = sizes.programs * processors(x.device), sizes.warps
+
+    entries = min(sizes.entries, max(16, triton.next_power_of_2(size)))
+    piece = max(16, min(sizes.columns * 2 // x.itemsize, triton.next_power_of_2(columns)) // sizes.groups)
+    pieces = triton.cdiv(columns, piece * sizes.groups)
+    pieces_of_share = min(pieces, max(sizes.pieces, triton.cdiv(pieces, sizes.shares)))
+    shares = triton.cdiv(pieces, pieces_of_share)
+    inner = torch.empty((shares, tokens, size), dtype=torch.float32, device=x.device)
+    items = (len(tiles) - 1) * triton.cdiv(size, entries) * shares
+    inner_kernel[(min(items, most),)](
+        x, tiles, down, inner, x.stride(0), down.stride(0), tokens,
+        COLUMNS=columns, SIZE=size, TOKENS=sizes.tokens, ENTRIES=entries, GROUPS=sizes.groups, PIECE=piece,
+        PIECES=pieces_of_share, SHARES=shares, IN_HALF=is_compiled(x) and x.dtype == down.dtype != torch.float32,
+        num_warps=warps, **({"DEPENDENT": False} if just_grouped else dependent),
     )  # fmt: skip
-    rank_tile = triton.next_power_of_2(rank)
-    tile = max(16, 2048 // rank_tile)
-    add_kernel[(tokens, triton.cdiv(rows, tile))](
-        out, slots, up, inner, out.stride(0), up.stride(0), first, second,
-        ROWS=rows, SIZE=size, RANK=rank, RANK_TILE=rank_tile, TILE=tile, num_warps=4, **dependent,
+
+    rank_tile = max(16, triton.next_power_of_2(rank))
+    tile = max(16, min(sizes.rows * 32 // (rank_tile * up.itemsize), triton.next_power_of_2(rows // sizes.blocks)))
+    first, second = (*ends[:-1], rows, rows)[:2]
+    blocks = sum(triton.cdiv(end - begin, tile) for begin, end in pairwise((0, first, second, rows)))
+    add_kernel[(min((len(tiles) - 1) * blocks, most),)](
+        out, tiles, up, inner, out.stride(0), up.stride(0), tokens, first, second, rows,
+        SIZE=size, RANK=rank, RANK_TILE=rank_tile, TOKENS=sizes.tokens, TILE=tile, SHARES=shares,
+        SHARE_TILE=triton.next_power_of_2(shares), IN_HALF=is_compiled(out) and up.dtype == torch.bfloat16,
+        PRECISION="ieee" if up.dtype == torch.float32 else "tf32x3", num_warps=warps, **dependent,
     )  # fmt: skip
     return out
+
+
+def _tiles(tokens: int) -> Tiles:
+    return FEW if tokens <= FEW_TOKENS else MANY

@@ -157,7 +157,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
     run, triton.runtime.JITFunction.run = triton.runtime.JITFunction.run, compile_only
     try:
         single_row_parts.has_dependent_launch = lambda _: capability >= 90
-        for module in (integer_rows, few_rows, fp8_rows, truncation, fixed_order):
+        for module in (integer_rows, few_rows, fp8_rows, truncation, fixed_order, low_rank):
             module.is_compiled = lambda _: True
         x = torch.zeros(2, 2048, dtype=torch.bfloat16)
         normalization.rms_norm(x, torch.zeros(2048), 1e-6)
@@ -188,8 +188,19 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             fixed_order.product(x.to(dtype), torch.zeros(16384, 2048, dtype=dtype), torch.zeros(16384, dtype=dtype))
             fixed_order.product(x.to(dtype), torch.zeros(512, 2048, dtype=dtype))
         single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
-        slots, factors = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 192, 2048, dtype=torch.bfloat16)
-        low_rank.add_low_rank(x, x, slots, factors, torch.zeros(4, 2048, 64, dtype=torch.bfloat16), (512, 1024, 2048))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for tokens in (2, low_rank.FEW_TOKENS + 1):
+                slots, wide = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, 16384, dtype=dtype)
+                for rank, columns, ends in (
+                    (64, 2048, (512, 1024, 2048)),
+                    (16, 2048, (8192, 16384)),
+                    (16, 16384, (2048,)),
+                ):
+                    down = torch.zeros(4, len(ends) * rank, columns, dtype=dtype)
+                    up = torch.zeros(4, ends[-1], rank, dtype=dtype)
+                    low_rank.add_low_rank(wide[:, : ends[-1]], wide[:, :columns], slots, down, up, ends)
+                tiles = low_rank.token_tiles(slots, 4)
+                low_rank.add_grouped(wide[:, :2048], wide, tiles, down, up, ends)
         address, epoch = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
         outbox, long = peers.Outbox(address, epoch, 0), torch.zeros(8, 16384, dtype=torch.bfloat16)
         single_row.product(row, weight, outbox=outbox)

@@ -1,11 +1,11 @@
-"""Operations in sequence that a device may run in fewer kernels.  Lessons 07 and 08.
+"""Operations in sequence that a device may run in fewer kernels.  Lessons 07, 08 and 15.
 
 A model calls these where a product reads what a norm or a gated activation has just computed. Each is equivalent to
 calling its operations in sequence, including any that `minillm.using` replaced. If the product quantizes its inputs and
 all of the operations are the engine's own, the first one writes codes directly, which saves a kernel. Likewise, keys
 may be rotated and written to the cache in one kernel, and attention to a new prompt may read them where they were
-before that. A device may implement a composition under the same name. It
-returns None for weights that its kernels do not support.
+before that. What adapters add to the products of a step needs its tokens grouped by adapter, which is done once. A
+device may implement a composition under the same name. It returns None for weights that its kernels do not support.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from minillm.kv_cache.layer_cache import LayerCache
 from minillm.overrides import Parts
 from minillm.quantization import Weight
 
-from .signatures import Adapted, AttentionOptions, Operations, Rows, Truncation
+from .signatures import Adapted, AttentionOptions, LowRank, Operations, Rows, Truncation
 
-COMPOSITIONS = ("normed_linear", "gated_linear", "rotary_write", "prompt_attention", "scored_sample")
+COMPOSITIONS = ("add_adapted", "normed_linear", "gated_linear", "rotary_write", "prompt_attention", "scored_sample")
 
 
 class Compositions(Parts, Operations):
@@ -37,7 +37,16 @@ class Compositions(Parts, Operations):
         product = self.linear(x, weight)
         if adapted is None:
             return product
-        return self.add_low_rank(product, x, adapted.slots, adapted.factors[id(weight)])
+        return self.add_adapted(product, x, adapted, adapted.factors[id(weight)])
+
+    def add_adapted(self, out: Tensor, x: Tensor, adapted: Adapted, factors: LowRank) -> Tensor:
+        """`add_low_rank` with what all weights of a step have in common: out [tokens, out], x [tokens, in] -> out."""
+        fused = self.fused.get("add_adapted")
+        if fused is not None and self.are_own("add_low_rank"):
+            result = fused(out, x, adapted, factors)
+            if result is not None:
+                return result
+        return self.add_low_rank(out, x, adapted.slots, factors)
 
     def normed_linear(
         self,

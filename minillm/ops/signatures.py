@@ -1,7 +1,7 @@
 """The signature of each operation.  `reference.py` specifies what it computes.  Lessons 02 to 08."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -102,10 +102,12 @@ class Adapted:
 
     slots    [tokens] int64: the slot of each token's adapter; 0: none
     factors  the factors of each weight that an adapter may change, by the weight's id()
+    shared   what a device computes from the slots for all weights at once, when it needs it first
     """
 
     slots: Tensor
     factors: Mapping[int, LowRank]
+    shared: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def only(self, tokens: Tensor) -> "Adapted":
         """The same for some of the tokens, [n] int64."""

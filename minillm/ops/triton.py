@@ -1,7 +1,8 @@
 """The operations that run as Triton kernels on a GPU; the others run in torch.  Lessons 03 and 04.
 
 Kernels compute in float32: for float64 the reference runs. The last functions are compositions (see
-`compositions.py`): their kernels quantize what a product reads, or write what they have rotated to the cache.
+`compositions.py`): their kernels quantize what a product reads, write what they have rotated to the cache, or share
+what depends on a step's tokens alone.
 Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
@@ -17,7 +18,7 @@ from minillm.quantization import QuantizedActivations, Weight
 from minillm.quantization.methods.hadamard import transform as hadamard  # noqa: F401  in two small products
 
 from . import reference
-from .signatures import AttentionOptions, LowRank, Rows, Truncation
+from .signatures import Adapted, AttentionOptions, LowRank, Rows, Truncation
 from .triton_linear import embedding as embedding
 from .triton_linear import linear, on_codes
 
@@ -127,6 +128,16 @@ def rotary_write(
     if q.dtype == float64 or not _power_of_two(q.shape[-1]):
         return None
     return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys, keep)
+
+
+def add_adapted(out: Tensor, x: Tensor, adapted: Adapted, factors: LowRank) -> Tensor | None:
+    """As `Compositions.add_adapted`: the tokens are grouped once. None for float64."""
+    if x.dtype == float64:
+        return None
+    known = "tiles" in adapted.shared
+    if not known:
+        adapted.shared["tiles"] = low_rank.token_tiles(adapted.slots, len(factors.down))
+    return low_rank.add_grouped(out, x, adapted.shared["tiles"], *factors, just_grouped=not known)
 
 
 def prompt_attention(

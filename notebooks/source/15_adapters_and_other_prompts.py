@@ -501,9 +501,9 @@ print("the pirate's answer is that of the merged model:", done[0].text.strip() =
 # %% [markdown]
 # On a GPU, a loop over slots works, but it is slow: each slot costs two launches for each matrix. Nor can a CUDA graph
 # contain it, since the number of launches depends on the batch. There, the engine has two kernels for all tokens
-# (`kernels/low_rank.py`), the first one with `down`, the second one with `up`. They work by token: each program reads
-# the factors of its own token's slot, and for tokens of one adapter these mostly come from the GPU's L2 cache. Punica
-# (Chen et al. 2023) gathers factors in this way, and S-LoRA (Sheng et al. 2023) builds on it.
+# (`kernels/low_rank.py`), the first one with `down`, the second one with `up`. Once in a step, other kernels group the
+# tokens by slot, a few in each group, and the two go through these groups for every matrix. Punica (Chen et al. 2023)
+# has such kernels, and S-LoRA (Sheng et al. 2023) builds on it.
 #
 # Of which adapters does a batch consist? The scheduler decides it. If a request's adapter has no slot, and all slots
 # belong to running requests, then the request waits (lesson 10); otherwise the adapter that was used the longest time

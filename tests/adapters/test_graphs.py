@@ -43,7 +43,7 @@ def test_steps_with_adapters_replay_graphs_of_their_own(directory, adapters, mon
         expected = [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=NAMES)]
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
     with emulated_graphs():
-        monkeypatch.setattr(ops.on("cpu"), "add_low_rank", ops.triton.add_low_rank)
+        monkeypatch.setitem(ops.on("cpu").fused, "add_adapted", ops.triton.add_adapted)
         with LLM(directory, adapters=adapters, **options) as llm:
             together = [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=NAMES)]
             assert shapes(llm) <= {("decode", True), ("mixed", True), ("decode", False)}

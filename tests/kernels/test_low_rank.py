@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minillm.ops import reference
-from minillm.ops.signatures import LowRank
+from minillm.ops.signatures import Adapted, LowRank
 from tests.kernels.compare import DTYPES, assert_close, random_tensor
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
@@ -39,12 +39,69 @@ def test_each_token_gets_what_its_own_adapter_adds(parts, rank, columns, dtype, 
     assert got[[1, 5]].equal(out[[1, 5]]), "a token without an adapter has changed"
 
 
+@pytest.fixture(params=["few", "many"])
+def sizes(request, monkeypatch):
+    """Tiles small enough for a test to fill several of them, for few tokens and for many."""
+    small = {"columns": 64, "shares": 3, "rows": 16}
+    monkeypatch.setattr(low_rank, "FEW", low_rank.FEW._replace(**small))
+    monkeypatch.setattr(low_rank, "MANY", low_rank.MANY._replace(**small, tokens=32, entries=32, pieces=2))
+    monkeypatch.setattr(low_rank, "FEW_TOKENS", {"few": 999, "many": 0}[request.param])
+    monkeypatch.setattr(low_rank, "processors", lambda _: 1)
+
+
+@pytest.mark.parametrize(
+    "parts, rank, columns", [((300, 40, 9), 16, 130), ((30, 270), 5, 90), ((530,), 20, 64)], ids=str
+)
+def test_each_program_goes_through_several_tiles(parts, rank, columns, sizes, device):
+    slots = torch.tensor([1] * 37 + [3] * 16 + [0, 2, 2, 5])[torch.randperm(57)].to(device)
+    given = factors(6, parts, rank, columns, torch.float32, device)
+    x, out = (random_tensor(57, size, dtype=torch.float32, device=device) for size in (columns, sum(parts)))
+    wide = LowRank(given.down.double(), given.up.double(), given.ends)
+    wanted = reference.add_low_rank(out.double(), x.double(), slots, wide)
+    assert_close("add_low_rank", kernels.add_low_rank(out.clone(), x, slots, given), wanted, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "counts", [[0], [1], [3, 0, 1, 16, 33], [0, 1, 17, 33, 1], [9, 0, 100, 0, 64], [70, 0, 0]], ids=str
+)
+def test_a_tile_has_tokens_of_one_slot_and_each_token_is_in_one(counts, sizes, device):
+    """counts: how many tokens each slot has. Tiles may be as many as there is room for."""
+    slots = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    slots = slots[torch.randperm(len(slots))].to(device)
+    used, *tiles = low_rank.token_tiles(slots, len(counts)).tolist()
+    size = len(used) - 1
+    assert max(used[0], 0) == sum(-(-count // size) for count in counts[1:])
+    found = [(token, slot) for slot, *tokens in tiles[: max(used[0], 0)] for token in tokens if token >= 0]
+    assert sorted(found) == [(token, slot) for token, slot in enumerate(slots.tolist()) if slot]
+    assert all(set(tile) == {-1} for tile in tiles[max(used[0], 0) :])
+
+
+def test_tokens_are_grouped_once_for_all_weights_of_a_step(device, monkeypatch):
+    grouped, own = [], low_rank.token_tiles
+    monkeypatch.setattr(
+        low_rank, "token_tiles", lambda slots, count: grouped.append(slots.tolist()) or own(slots, count)
+    )
+    weights = [factors(4, parts, 4, 24, torch.float32, device) for parts in ((8, 8), (30,))]
+    adapted = Adapted(torch.tensor([2, 0, 3, 3, 1], device=device), {})
+    for step in (adapted, adapted.only(torch.tensor([4, 1], device=device)), Adapted(adapted.slots[:3], {})):
+        for given in weights:
+            x, out = (
+                random_tensor(len(step.slots), size, dtype=torch.float32, device=device)
+                for size in (24, given.ends[-1])
+            )
+            wanted = reference.add_low_rank(out.clone(), x, step.slots, given)
+            got = kernels.add_adapted(out, x, step, given)
+            assert_close("add_adapted", got, wanted, torch.float32)
+    assert grouped == [[2, 0, 3, 3, 1], [1, 0], [2, 0, 3]]
+    assert kernels.add_adapted(out.double(), x.double(), step, given) is None
+
+
 def test_a_tokens_result_does_not_depend_on_the_others(device):
     given = factors(3, (16, 8), 4, 24, torch.float32, device)
-    x, out = (random_tensor(5, size, dtype=torch.float32, device=device) for size in (24, 24))
-    slots = torch.tensor([1, 2, 0, 2, 1], device=device)
+    x, out = (random_tensor(40, size, dtype=torch.float32, device=device) for size in (24, 24))
+    slots = torch.tensor([1, 2, 0, 2, 1, 1, 1, 1], device=device).repeat(5)
     together = kernels.add_low_rank(out.clone(), x, slots, given)
-    for i in range(5):
+    for i in range(40):
         alone = kernels.add_low_rank(out[i : i + 1].clone(), x[i : i + 1], slots[i : i + 1], given)
         assert alone[0].equal(together[i])
 

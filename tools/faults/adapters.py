@@ -146,9 +146,30 @@ FAULTS = (
     Fault(
         "the kernel of adapters reads the first part's factors for all",
         "kernels/low_rank.py",
-        "inner_ptr + token * SIZE + part[:, None] * RANK",
-        "inner_ptr + token * SIZE + 0 * part[:, None] * RANK",
+        "* SIZE + part * RANK + ranks",
+        "* SIZE + 0 * part * RANK + ranks",
         "tests/kernels/test_low_rank.py",
+    ),
+    Fault(
+        "one group of tokens gets what its adapter adds",
+        "kernels/low_rank.py",
+        "tl.store(tiles_ptr, used)",
+        "tl.store(tiles_ptr, tl.minimum(used, 1))",
+        "tests/kernels/test_low_rank.py -k several_tiles",
+    ),
+    Fault(
+        "the last layer adds to its tokens what others' groups say",
+        "minillm/ops/signatures.py",
+        "return Adapted(self.slots[tokens], self.factors)",
+        "return Adapted(self.slots[tokens], self.factors, self.shared)",
+        "tests/kernels/test_low_rank.py -k grouped_once",
+    ),
+    Fault(
+        "each weight groups the tokens again",
+        "minillm/ops/triton.py",
+        'known = "tiles" in adapted.shared',
+        "known = False",
+        "tests/kernels/test_low_rank.py -k grouped_once",
     ),
     Fault(
         "clients may load adapters from anywhere",
