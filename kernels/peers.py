@@ -32,15 +32,22 @@ class Outbox(NamedTuple):
 
 
 @triton.jit
-def send(peers_ptr, offset, numbers, mask, epoch, RANKS: tl.constexpr):
-    """Store float32 numbers, each with the epoch, at `offset` in every rank's inboxes. peers_ptr: their addresses."""
-    send_bits(peers_ptr, offset, numbers.to(tl.int32, bitcast=True), mask, epoch, -1, RANKS)
+def packed(numbers, epoch):
+    """Words of a float32 or int32 number and the epoch each."""
+    bits = numbers.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (epoch.to(tl.int64) << 32) | bits
 
 
 @triton.jit
-def send_bits(peers_ptr, offset, bits, mask, epoch, own, RANKS: tl.constexpr):
-    """Store int32 numbers, each with the epoch, at `offset` in the inboxes of every rank but `own`."""
-    words = (epoch.to(tl.int64) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
+def send(peers_ptr, offset, numbers, mask, epoch, RANKS: tl.constexpr):
+    """Store float32 numbers, each with the epoch, at `offset` in every rank's inboxes. peers_ptr: their addresses."""
+    send_to_others(peers_ptr, offset, numbers, mask, epoch, -1, RANKS)
+
+
+@triton.jit
+def send_to_others(peers_ptr, offset, numbers, mask, epoch, own, RANKS: tl.constexpr):
+    """Like `send`, to every rank but `own`, float32 or int32 numbers."""
+    words = packed(numbers, epoch)
     for rank in tl.static_range(RANKS):
         if rank != own:
             inboxes_ptr = tl.load(peers_ptr + rank).to(tl.pointer_type(tl.int64))
@@ -167,10 +174,10 @@ def reduce_kernel(
         pairs = tl.arange(0, TILE // 2)
         whole = pairs < COLUMNS // 2
         bits = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + pairs, mask=whole, other=0)
-        send_bits(peers_ptr, to_ranks + pairs, bits, whole, epoch, rank, RANKS)
+        send_to_others(peers_ptr, to_ranks + pairs, bits, whole, epoch, rank, RANKS)
     else:
         bits = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
-        send_bits(peers_ptr, to_ranks + columns, bits, inside, epoch, rank, RANKS)
+        send_to_others(peers_ptr, to_ranks + columns, bits, inside, epoch, rank, RANKS)
     if norm_ptr is not None:
         at_residual = row.to(tl.int64) * residual_stride + columns
         residual = tl.load(residual_ptr + at_residual, mask=inside, other=0.0).to(tl.float32)

@@ -53,7 +53,8 @@ class DecodeGraphs(Graphs[DecodeShape]):
         self._inputs = torch.full((3 * most_tokens,), state.padding, dtype=torch.int64, device=state.device)
         self.query_start = torch.arange(most_tokens + 2, dtype=torch.int32, device=state.device)
         self.sizes = batch_sizes(most_tokens)
-        self.single_row = SingleRow(model) if single_row and SingleRow.fits(model) else None
+        factors = None if state.adapters is None else state.adapters.factors
+        self.single_row = SingleRow(model, factors) if single_row and SingleRow.fits(model) else None
         self._sent = NOTHING
 
     def width(self, blocks: int) -> int:
@@ -168,8 +169,9 @@ class DecodeGraphs(Graphs[DecodeShape]):
             logits_index=None,
             adapted=state.adapters.of_tokens(rows) if shape.adapted and state.adapters is not None else None,
         )
-        if count == 1 and self.single_row is not None and model.ops.engines_own and not shape.adapted:
-            logits = self.single_row.logits(batch, self.caches)
+        fused = self.single_row if count == 1 and model.ops.engines_own else None
+        if fused is not None and (batch.adapted is None or fused.takes_adapters):
+            logits = fused.logits(batch, self.caches)
         else:
             logits = model.logits(model.forward(batch, self.caches))
         return ToSample.of(logits, prepared)

@@ -112,9 +112,17 @@ class SeenSlots(WatchedExecutor):
         return super().launch(step)
 
 
-def test_the_fused_step_of_one_row_declines_an_adapter(directory, adapters, monkeypatch):
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_one_row_with_an_adapter_runs_the_fused_step_of_dense_weights(quantization, directory, adapters, monkeypatch):
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
+    options["quantization"] = quantization
+    with LLM(directory, adapters=adapters, **options) as llm:
+        wanted = [each.token_ids for each in llm.generate([[7, 8]] * 4, GREEDY, adapter=[*adapters, None])]
     with emulated_graphs(), LLM(directory, adapters=adapters, **options) as llm:
-        fused = llm.engine.executor.runner.graphs.decodes.single_row
-        monkeypatch.setattr(type(fused), "logits", lambda *_: pytest.fail("it knows nothing of adapters"))
-        llm.generate([7, 8], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True), adapter="adapter 1")
+        monkeypatch.setattr(ops.on("cpu"), "add_low_rank", ops.triton.add_low_rank)
+        fused, seen = llm.engine.executor.runner.graphs.decodes.single_row, []
+        own = type(fused).logits
+        monkeypatch.setattr(type(fused), "logits", lambda *given: seen.append(given[1].adapted) or own(*given))
+        found = [each.token_ids for each in llm.generate([[7, 8]] * 4, GREEDY, adapter=[*adapters, None])]
+    assert found == wanted and len({*map(tuple, found)}) > 1
+    assert any(each is None for each in seen) and any(each is not None for each in seen) == (quantization is None)

@@ -36,7 +36,7 @@ ATTENTION = [
 
 DEPENDENT = (
     "single_row.py", "integer_rows.py", "fp8_rows.py", "sampling.py", "truncation.py", "decode_step.py", "embedding.py",
-    "low_rank.py",
+    "low_rank.py", "adapted_row.py",
 )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def test_before_gdc_wait_a_kernel_writes_nothing_and_reads_only_data_two_kernels
     the step's first kernels looked up.
     """
     parts = ("weight", "bias", "scale", "zero", "up_scale", "up_zero", "norm", "post_norm")
-    weights = {f"{part}_ptr" for part in parts}
+    weights = {f"{part}_ptr" for part in parts} | {"slots_ptr", "a_ptr", "b_ptr"}  # of adapters
     old_enough = weights | {
         "k_ptr",
         "v_ptr",
@@ -214,7 +214,7 @@ def test_before_gdc_wait_a_kernel_writes_nothing_and_reads_only_data_two_kernels
     body = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
     kernels = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
     kernels = [kernel for kernel in kernels if "DEPENDENT" in {each.arg for each in kernel.args.args}]
-    assert len(kernels) == 13
+    assert len(kernels) == 15
     for kernel in kernels:
         waits = [i for i, line in enumerate(kernel.body) if ast.unparse(line).startswith("wait_for_inputs(")]
         assert len(waits) == 1, (

@@ -3,13 +3,18 @@
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
+from minillm import SamplingParams
+from minillm.adapters.peft import read_adapter
+from minillm.adapters.slots import AdapterSlots
 from minillm.model.decoder import PROJECTIONS
 from minillm.model.loader import load_model
 from minillm.quantization import Recipe
-from tests import models
+from minillm.scheduler.step import NewRow
+from tests import models, peft_files
 from tests.model.test_decoder import Paged
 from tests.proofs import only_in_proofs
 
@@ -77,20 +82,62 @@ def test_biases_of_all_projections_are_added(rules, tmp_path):
     equal_to_the_unfused_step(model)
 
 
-def equal_to_the_unfused_step(model):
+def equal_to_the_unfused_step(model, adapters=None):
+    """adapters: slots of which the row has the first, the second, and none, in turns."""
     assert single_row.SingleRow.fits(model)
     paged = Paged(model)
     row = paged.admit()
     paged.forward({}, {row: list(range(5, 45))})
-    fused = single_row.SingleRow(model)
-    for token in (7, 50):
+    fused = single_row.SingleRow(model, adapters and adapters.factors)
+    for step, token in enumerate((7, 50) if adapters is None else (7, 50, 9)):
         caches, batch = copy.deepcopy(paged.caches), paged.batch({row: [token]}, {})
+        if adapters is not None:
+            slot = (1, 2, 0)[step]
+            adapters.occupy([NewRow(0, np.zeros(0), 0, SamplingParams(), 0, (), (slot, slot))])
+            batch.adapted = adapters.of_tokens(torch.tensor([0]))
         wanted = model.logits(model.forward(batch, paged.caches))
         found = fused.logits(batch, caches)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         for mine, theirs in zip(caches, paged.caches, strict=True):
             torch.testing.assert_close(mine.k, theirs.k, rtol=1e-4, atol=1e-4, equal_nan=True)
             torch.testing.assert_close(mine.v, theirs.v, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+ADAPTED = ("gemma-multi-query", "gemma2-grouped-untied", "qwen3-grouped")
+
+
+@pytest.mark.parametrize("name", [ADAPTED[0], *only_in_proofs(*ADAPTED[1:])])
+def test_what_an_adapter_adds_is_in_the_same_launches(name, tmp_path):
+    model = load(name, tmp_path / "model")
+    equal_to_the_unfused_step(model, slots(model, tmp_path))
+
+
+def test_what_an_adapter_adds_to_long_rows_and_before_biases(tmp_path):
+    changes = {"head_dim": 16, "intermediate_size": 4128, "num_hidden_layers": 1}
+    model = load("llama-biases", tmp_path / "model", **changes)
+    equal_to_the_unfused_step(model, slots(model, tmp_path))
+
+
+def test_adapters_of_quantized_weights_are_for_the_unfused_step(tmp_path):
+    model = load("gemma-multi-query", tmp_path / "model", Recipe({"layers.1.down": "int8"}))
+    adapters = slots(model, tmp_path)
+    fused, paged = single_row.SingleRow(model, adapters.factors), Paged(model)
+    assert not fused.takes_adapters
+    batch = paged.batch({paged.admit(): [7]}, {})
+    batch.adapted = adapters.of_tokens(torch.tensor([0]))
+    with pytest.raises(ValueError, match="adapters of dense weights"):
+        fused.logits(batch, paged.caches)
+
+
+def slots(model, folder):
+    """Two adapters of a model in `folder`, of ranks 12 and 5, the second of some modules alone."""
+    targets = {1: peft_files.PROJECTIONS, 2: ("q_proj", "v_proj", "up_proj", "down_proj")}
+    adapters = AdapterSlots(model, 1, 2, 12)
+    for load, rank in ((1, 12), (2, 5)):
+        place = folder / f"adapter-{load}"
+        peft_files.write(place, folder / "model", load, targets=targets[load], rank=rank)
+        adapters.add(load, read_adapter(place, model.config))
+    return adapters
 
 
 @pytest.mark.parametrize(
