@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minillm.kernels import (
     activation,
+    adapted_row,
     decode_step,
     embedding,
     few_rows,
@@ -201,6 +202,15 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
                     low_rank.add_low_rank(wide[:, : ends[-1]], wide[:, :columns], slots, down, up, ends)
                 tiles = low_rank.token_tiles(slots, 4)
                 low_rank.add_grouped(wide[:, :2048], wide, tiles, down, up, ends)
+        slot = torch.zeros(1, dtype=torch.int64)
+        for shape, ends, options in (
+            ((2560, 2048), (2048, 2304, 2560), {"norm": torch.zeros(2048), "eps": 1e-6, "residual": row}),
+            ((512, 2048), (256, 512), {"activation": "gelu_tanh"}), ((8, 16384), (8,), {}),
+        ):  # fmt: skip
+            a, b = torch.zeros(2, 16 * len(ends), shape[1]).bfloat16(), torch.zeros(2, shape[0], 16).bfloat16()
+            term = adapted_row.LowRankTerm(slot, a, b, ends, torch.zeros(16 * len(ends)).long(), slot.int())
+            matrix = torch.zeros(shape, dtype=torch.bfloat16)
+            adapted_row.product(matrix[:1].clone(), matrix, term, **options)
         address, epoch = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
         outbox, long = peers.Outbox(address, epoch, 0), torch.zeros(8, 16384, dtype=torch.bfloat16)
         single_row.product(row, weight, outbox=outbox)
