@@ -4,17 +4,16 @@
     y[row] = W[row] . f(x) + B[row] . h[part of the row]
 
 Hu et al. 2021, "LoRA", section 4.1. A and B are thin, so their bytes are few, but with a launch for each a layer of
-five launches would have thirteen. Here the first programs of a launch, its *helpers*, multiply a few rows of A instead
-of W, and every other program adds its rows of B times h to its sums before bias, activation and rounding. The helpers
-tell h in 8-byte words that carry the number of the step, as GPUs tell each other parts of a sum (`peers`): a program
-that sees this step's number has h. Programs multiply all their rows of W before they ask for it, and h is known by then
-unless these are very few.
+five launches would have thirteen. Here the first programs of a launch, its *helpers*, first multiply a few rows of A,
+or pieces of them if they are long. All programs multiply their rows of W, keep the sums in registers, and at last add
+their rows of B times h to all of them, before bias, activation and rounding. The helpers tell h in 8-byte words that
+carry the number of the step, as GPUs tell each other parts of a sum (`peers`): who sees this step's number has h.
 
-Helpers wait for nothing but the previous kernel, and a GPU starts programs in the order of their numbers. So those that
-wait for h never keep the helpers from running, however few programs fit on the chip at a time. (NVIDIA's CUB relies on
-that order, too: "Blocks are launched in increasing order", agent_scan.cuh.) All sums are in a fixed order. The slot of
-the row's adapter is read on the device, so one captured graph serves all adapters; slot 0 is none: then nothing of A
-and B is read, and nobody waits.
+Helpers tell before they ask, and a GPU starts programs in the order of their numbers, so nobody waits for a program
+that cannot start. (NVIDIA's CUB relies on that order, too: "Blocks are launched in increasing order", agent_scan.cuh.
+A helper stays on the chip until all have told, so there are no more helpers than programs that run at a time.) All sums
+are in a fixed order. The slot of the row's adapter is read on the device, so one captured graph serves all adapters;
+slot 0 is none: then nothing of A and B is read, and nobody waits.
 """
 
 from typing import NamedTuple
@@ -24,13 +23,25 @@ import triton
 import triton.language as tl
 
 from . import launch_configs
+from .arguments import is_compiled
 from .low_rank import MOST_PARTS
-from .peers import packed, received
+from .peers import packed
 from .single_row import WHOLE, long_config, whole_config
 from .single_row_parts import activated, dependent_launch, normed, processors, wait_for_inputs
 
+PIECE = 2048  # columns of a row of A that a helper multiplies at once, where rows are long
 REGISTERS = 65536  # of a processor
-LONG_HELPERS = 8  # at least, if h has as many entries: rows of A that do not fit into registers take long
+LONG_REGISTERS: int | None = 104  # of a thread: the next kernel's first programs find room beside two of long rows
+# Each thread reads its word again until it carries the number of the step.
+WAIT = tl.constexpr("""{
+    .reg .b32 number, step;
+    .reg .pred early;
+AGAIN:
+    ld.relaxed.gpu.global.b64 $0, [$1];
+    mov.b64 {number, step}, $0;
+    setp.ne.b32 early, step, $2;
+    @early bra AGAIN;
+}""")
 
 
 class LowRankTerm(NamedTuple):
@@ -40,8 +51,27 @@ class LowRankTerm(NamedTuple):
     down: torch.Tensor  # [all, parts * rank, in]: each part's A, one after another
     up: torch.Tensor  # [all, out, rank]: B
     ends: tuple[int, ...]  # where the rows of each part end
-    inner: torch.Tensor  # [parts * rank] int64, of this weight alone: h in words with the number of the step
+    inner: torch.Tensor  # [words] int64, of this weight alone: h in words with the number of the step
     step: torch.Tensor  # [1] int32: that number, which no earlier step had; not 0
+
+
+def words(columns: int, size: int) -> int:
+    """The words in which the helpers tell `size` entries of h, for a weight with so many columns."""
+    return size * (1 if columns <= WHOLE else triton.cdiv(columns, PIECE))
+
+
+@triton.jit
+def _told(inner_ptr, index, mask, step, COMPILED: tl.constexpr):
+    """The numbers in the words at `index`, once all carry the number of the step; zero where `mask` is not."""
+    at = inner_ptr + tl.where(mask, index, 0)
+    if COMPILED:
+        steps = tl.zeros(index.shape, tl.int32) + step
+        told = tl.inline_asm_elementwise(
+            WAIT, "=l,l,r", [at.to(tl.int64), steps], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        told = tl.load(at)
+    return tl.where(mask, told.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
 
 
 @triton.jit
@@ -53,46 +83,41 @@ def _factor(b_ptr, rows, some, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
 
 
 @triton.jit
-def _added(b, inner_ptr, step, part, some, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
-    """Rows of B [rows, RANK_TILE] times the part of h that each multiplies, once the helpers have told it."""
-    ranks = tl.arange(0, RANK_TILE)
-    mask = some[:, None] & (ranks < RANK)[None, :]
-    inner = received(inner_ptr, part[:, None] * RANK + ranks[None, :], mask, step, 0, 1)
-    return tl.sum(b.to(tl.float32) * inner, 1)
-
-
-@triton.jit
 def adapted_rows_kernel(
     x_ptr, post_norm_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, ROWS, UP,
-    slots_ptr, a_ptr, b_ptr, inner_ptr, step_ptr, a_stride, b_stride, first_end, second_end,
+    slots_ptr, a_ptr, b_ptr, inner_ptr, step_ptr, a_stride, b_stride, workers, first_end, second_end,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, HELPERS: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
-    RANK: tl.constexpr, RANK_TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, COMPILED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`single_row.whole_rows_kernel`, in which the first HELPERS programs compute h.
+    """`single_row.whole_rows_kernel` with an adapter. Tile -1 of the first HELPERS programs is one of A.
 
-    TILES: at least as many as a program multiplies. Their sums stay in registers until h is added to all at once.
+    workers: the programs that have tiles of W; helpers are among them, or others. The last have the most tiles, since
+    the first ones help. TILES: at least as many as a worker has.
     """
-    program, programs = tl.program_id(0) - HELPERS, tl.num_programs(0) - HELPERS
+    started = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - started
+    program += tl.where(program < workers, 0, ROWS)  # beyond all rows
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
-    slot = tl.load(slots_ptr)
-    rows, end, matrix_ptr = program * TILE + tl.arange(0, TILE), ROWS, weight_ptr
-    if program < 0:
-        rows += HELPERS * TILE
-        end, matrix_ptr = tl.where(slot > 0, SIZE, 0), a_ptr + slot * a_stride
+    helps = started < HELPERS
+    rows, end, matrix_ptr, begin = program * TILE + tl.arange(0, TILE), ROWS, weight_ptr, 0
+    helped = tl.load(slots_ptr, mask=helps, other=0)  # others do not wait for it before they load weights
+    entries = started * TILE + tl.arange(0, TILE)
+    if helps:
+        rows, end, matrix_ptr, begin = entries, tl.where(helped > 0, SIZE, 0), a_ptr + helped * a_stride, -1
     at = matrix_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     mask = (rows < end)[:, None] & inside[None, :]
     weight = tl.load(at, mask=mask, other=0.0)
     if GATED:
-        up = tl.load(at + UP, mask=mask & (program >= 0), other=0.0)
-    each = tl.arange(0, TILES * TILE)
-    own = (program + each // TILE * programs) * TILE + each % TILE  # all rows of this program
-    real = (own < ROWS) & (program >= 0)
+        up = tl.load(at + UP, mask=mask & (started >= HELPERS), other=0.0)
+    slot = tl.load(slots_ptr)
+    each, ranks = tl.arange(0, TILES * TILE), tl.arange(0, RANK_TILE)
+    own = (program + each // TILE * workers) * TILE + each % TILE  # all rows of this program
     b_ptr += slot * b_stride
-    b = _factor(b_ptr, own, real & (slot > 0), RANK, RANK_TILE)
+    b = _factor(b_ptr, own, (own < ROWS) & (slot > 0), RANK, RANK_TILE)
     if GATED:
-        up_b = _factor(b_ptr, ROWS + own, real & (slot > 0), RANK, RANK_TILE)
+        up_b = _factor(b_ptr, ROWS + own, (own < ROWS) & (slot > 0), RANK, RANK_TILE)
     wait_for_inputs(DEPENDENT)
     kind = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -108,19 +133,19 @@ def adapted_rows_kernel(
         scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
         x = normed(x, scale, eps, COLUMNS).to(kind).to(tl.float32)
     step = tl.load(step_ptr)
-    if program < 0:
-        tl.store(inner_ptr + rows, packed(tl.sum(weight.to(tl.float32) * x[None, :], 1), step), mask=rows < end)
-        return
     tiles = tl.arange(0, TILES)
     sums = tl.zeros([TILES, TILE], tl.float32)
     if GATED:
         up_sums = tl.zeros([TILES, TILE], tl.float32)
-    for tile in tl.range(0, tl.cdiv(ROWS - program * TILE, programs * TILE), num_stages=1):
-        after = (program + (tile + 1) * programs) * TILE + tl.arange(0, TILE)
+    count = tl.maximum(tl.cdiv(ROWS - program * TILE, workers * TILE), 0)
+    for tile in tl.range(begin, count, num_stages=1):
+        after = (program + (tile + 1) * workers) * TILE + tl.arange(0, TILE)
         at = weight_ptr + after.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
         mask = (after < ROWS)[:, None] & inside[None, :]
         next_weight = tl.load(at, mask=mask, other=0.0)
         y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
+        if tile < 0:
+            tl.store(inner_ptr + entries, packed(y, step), mask=entries < end)
         sums = tl.where((tiles == tile)[:, None], y[None, :], sums)
         weight = next_weight
         if GATED:
@@ -132,42 +157,48 @@ def adapted_rows_kernel(
     if GATED:
         factor = tl.reshape(up_sums, [TILES * TILE])
         if slot > 0:
-            y += _added(b, inner_ptr, step, tl.zeros_like(own), real, RANK, RANK_TILE)
-            factor += _added(up_b, inner_ptr, step, tl.zeros_like(own) + 1, real, RANK, RANK_TILE)
+            inner = _told(inner_ptr, ranks, ranks < RANK, step, COMPILED)
+            up_inner = _told(inner_ptr, RANK + ranks, ranks < RANK, step, COMPILED)
+            y += tl.sum(b.to(tl.float32) * inner[None, :], 1)
+            factor += tl.sum(up_b.to(tl.float32) * up_inner[None, :], 1)
     elif slot > 0:
         part = (own >= first_end).to(tl.int32) + (own >= second_end).to(tl.int32)
-        y += _added(b, inner_ptr, step, part, real, RANK, RANK_TILE)
+        some = (own < ROWS)[:, None] & (ranks < RANK)[None, :]
+        inner = _told(inner_ptr, part[:, None] * RANK + ranks[None, :], some, step, COMPILED)
+        y += tl.sum(b.to(tl.float32) * inner, 1)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + own, mask=real, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + own, mask=own < ROWS, other=0.0).to(tl.float32)
         if GATED:
-            factor += tl.load(bias_ptr + ROWS + own, mask=real, other=0.0).to(tl.float32)
+            factor += tl.load(bias_ptr + ROWS + own, mask=own < ROWS, other=0.0).to(tl.float32)
     if GATED:
         y = activated(y, GELU) * factor
-    tl.store(out_ptr + own, y.to(kind), mask=real)
+    tl.store(out_ptr + own, y.to(kind), mask=own < ROWS)
 
 
 @triton.jit
 def adapted_long_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, ROWS,
-    slots_ptr, a_ptr, b_ptr, inner_ptr, step_ptr, a_stride, b_stride, first_end, second_end,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, HELPERS: tl.constexpr, SHARE: tl.constexpr,
-    SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, ROWS, slots_ptr, a_ptr, b_ptr, inner_ptr, step_ptr, a_stride, b_stride,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, HELPERS: tl.constexpr, PIECE: tl.constexpr,
+    PIECES: tl.constexpr, PIECES_TILE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr,
+    COMPILED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`single_row.long_rows_kernel`, in which the first HELPERS programs compute SHARE entries of h each."""
-    program = tl.program_id(0) - HELPERS
-    each, columns = tl.arange(0, TILE), tl.arange(0, WIDTH)
-    slot = tl.load(slots_ptr)
-    rows, end, matrix_ptr = program * TILE + each, ROWS, weight_ptr
-    if program < 0:
-        first = (program + HELPERS) * SHARE
-        rows, end = first + each, tl.where(slot > 0, tl.minimum(first + SHARE, SIZE), 0)
-        matrix_ptr = a_ptr + slot * a_stride
-    real = (rows < end)[:, None]
-    at = matrix_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    """`single_row.long_rows_kernel` with an adapter. The first HELPERS programs multiply pieces of A's rows, too."""
+    program = tl.program_id(0)
+    rows = program * TILE + tl.arange(0, TILE)
+    columns = tl.arange(0, WIDTH)
+    real = (rows < ROWS)[:, None]
+    at = weight_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     weight = tl.load(at, mask=real & (columns < COLUMNS)[None, :], other=0.0)
-    some = (rows < ROWS) & (program >= 0) & (slot > 0)
-    b = _factor(b_ptr + slot * b_stride, rows, some, RANK, RANK_TILE)
+    slot = tl.load(slots_ptr)
+    b = _factor(b_ptr + slot * b_stride, rows, (rows < ROWS) & (slot > 0), RANK, RANK_TILE)
     wait_for_inputs(DEPENDENT)
+    step = tl.load(step_ptr)
+    if (slot > 0) & (program < HELPERS):
+        for each in tl.range(program, RANK * PIECES, HELPERS, num_stages=1):
+            few = each % PIECES * PIECE + tl.arange(0, PIECE)
+            a = tl.load(a_ptr + slot * a_stride + each // PIECES * COLUMNS + few, mask=few < COLUMNS, other=0.0)
+            x = tl.load(x_ptr + few, mask=few < COLUMNS, other=0.0).to(tl.float32)
+            tl.store(inner_ptr + each, packed(tl.sum(a.to(tl.float32) * x), step))
     total = tl.zeros([TILE, WIDTH], tl.float32)
     for start in tl.range(0, COLUMNS, WIDTH, num_stages=1):
         after = start + WIDTH
@@ -176,13 +207,11 @@ def adapted_long_rows_kernel(
         total += weight.to(tl.float32) * x[None, :]
         weight = next_weight
     y = tl.sum(total, 1)
-    step = tl.load(step_ptr)
-    if program < 0:
-        tl.store(inner_ptr + rows, packed(y, step), mask=rows < end)
-        return
     if slot > 0:
-        part = (rows >= first_end).to(tl.int32) + (rows >= second_end).to(tl.int32)
-        y += _added(b, inner_ptr, step, part, rows < ROWS, RANK, RANK_TILE)
+        ranks, pieces = tl.arange(0, RANK_TILE)[:, None], tl.arange(0, PIECES_TILE)[None, :]
+        some = (ranks < RANK) & (pieces < PIECES)
+        inner = tl.sum(_told(inner_ptr, ranks * PIECES + pieces, some, step, COMPILED), 1)
+        y += tl.sum(b.to(tl.float32) * inner[None, :], 1)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
     tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=rows < ROWS)
@@ -210,7 +239,7 @@ def product(
     """`single_row.product`, which explains the other arguments, plus what the row's adapter adds.  Lesson 15.
 
     With an activation, the term has two parts, gate and up. Raises ValueError for more than MOST_PARTS parts, and for
-    more than WHOLE columns with what is fused.
+    more than WHOLE columns with what is fused or several parts.
     """
     slots, down, up, ends, inner, step = term
     if len(ends) > MOST_PARTS:
@@ -219,37 +248,42 @@ def product(
     columns = weight.shape[1]
     rows = weight.shape[0] // (2 if activation else 1)
     (_, size, _), rank = down.shape, up.shape[2]
-    first, second = (*ends[:-1], rows, rows)[:2]
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device)
     total = torch.empty_like(x) if residual is not None else None
     sizes: dict[str, int | str] = {"rows": rows, "columns": columns, "dtype": launch_configs.dtype_name(x.dtype)}
-    factors = (slots, down, up, inner, step, down.stride(0), up.stride(0), first, second)
-    constants = {"SIZE": size, "RANK": rank, "RANK_TILE": triton.next_power_of_2(rank), **dependent_launch(x.device)}
-    if columns > WHOLE and any(each is not None for each in (norm, residual, post_norm, activation)):
+    factors = (slots, down, up, inner, step, down.stride(0), up.stride(0))
+    constants = {"RANK": rank, "RANK_TILE": triton.next_power_of_2(rank), "COMPILED": is_compiled(x)}
+    constants |= dependent_launch(x.device)
+    runs = 1 if is_compiled(x) else 2  # interpreted, a program asks before the next one tells: the second run finds all
+    fused = any(each is not None for each in (norm, residual, post_norm, activation))
+    if columns > WHOLE and (fused or len(ends) > 1):
         raise ValueError(f"rows of {columns} columns are longer than {WHOLE}: apply what is fused separately")
     if columns <= WHOLE:
+        first, second = (*ends[:-1], rows, rows)[:2]
         default = whole_config(rows, columns, bool(activation), processors(x.device))
         config = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
-        helpers, programs = triton.cdiv(size, config.tile), config.programs
-        if programs * config.tile < rows:  # as many as fit on the chip: helpers take the place of others
-            programs = max(programs - helpers, programs // 2)
-        tiles = triton.next_power_of_2(triton.cdiv(rows, config.tile * programs))
-        together = triton.cdiv(helpers + programs, processors(x.device))
-        adapted_rows_kernel[(helpers + programs,)](
-            x, post_norm, residual, total, norm, weight, bias, out, eps, rows, rows * columns, *factors,
-            COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=config.tile, NORM=norm is not None,
-            ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh", HELPERS=helpers,
-            TILES=tiles, num_warps=config.warps, maxnreg=_registers(x.dtype, config.warps, together), **constants,
-        )  # fmt: skip
+        helpers, tiles = triton.cdiv(size, config.tile), triton.cdiv(rows, config.tile)
+        workers = min(config.programs, tiles)
+        own = workers == tiles or helpers > min(workers, processors(x.device))  # whether helpers have no rows of W
+        programs = workers + helpers if own else workers
+        together = triton.cdiv(programs, processors(x.device))
+        for _ in range(1 if own else runs):
+            adapted_rows_kernel[(programs,)](
+                x, post_norm, residual, total, norm, weight, bias, out, eps, rows, rows * columns, *factors,
+                workers, first, second,
+                COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=config.tile, NORM=norm is not None,
+                ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh", HELPERS=helpers,
+                TILES=triton.next_power_of_2(triton.cdiv(tiles, workers)), SIZE=size, num_warps=config.warps,
+                maxnreg=_registers(x.dtype, config.warps, together), **constants,
+            )  # fmt: skip
     else:
         piece = launch_configs.tuned("long_rows", long_config(rows, processors(x.device)), **sizes)
-        share = min(piece.tile, triton.cdiv(size, LONG_HELPERS))
-        helpers = triton.cdiv(size, share)
-        programs = helpers + triton.cdiv(rows, piece.tile)
-        together = triton.cdiv(programs, processors(x.device))
-        adapted_long_rows_kernel[(programs,)](
-            x, weight, bias, out, rows, *factors, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile,
-            HELPERS=helpers, SHARE=share, num_warps=piece.warps,
-            maxnreg=_registers(x.dtype, piece.warps, together), **constants,
-        )  # fmt: skip
+        programs, pieces = triton.cdiv(rows, piece.tile), triton.cdiv(columns, PIECE)
+        for _ in range(runs):
+            adapted_long_rows_kernel[(programs,)](
+                x, weight, bias, out, rows, *factors, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile,
+                HELPERS=min(programs, processors(x.device)), PIECE=PIECE, PIECES=pieces,
+                PIECES_TILE=triton.next_power_of_2(pieces), num_warps=piece.warps,
+                maxnreg=LONG_REGISTERS if x.dtype.itemsize == 2 else None, **constants,
+            )  # fmt: skip
     return out, total

@@ -54,7 +54,7 @@ class SingleRow:
         # Allocated before steps are captured: they hold the numbers of steps, and graphs overwrite each other's memory.
         self.step = torch.zeros(1, dtype=torch.int32, device=model.device)
         self.inner = {
-            weight: torch.zeros(each.down.shape[1], dtype=torch.int64, device=model.device)
+            weight: torch.zeros(adapted_row.words(*each.down.shape[:0:-1]), dtype=torch.int64, device=model.device)
             for weight, each in (factors or {}).items()
         }
 

@@ -23,7 +23,9 @@ def term(columns, ends, rank, dtype, device, slot=2, scale=1.0):
     down = random_tensor(4, size, columns, dtype=dtype, device=device, scale=columns**-0.5)
     up = random_tensor(4, ends[-1], rank, dtype=dtype, device=device, scale=scale)
     down[0], up[0] = float("nan"), float("nan")
-    inner = torch.full((size,), (6 << 32) | 0x7FC00000, dtype=torch.int64, device=device)  # NaN
+    inner = torch.full(
+        (adapted_row.words(columns, size),), (6 << 32) | 0x7FC00000, dtype=torch.int64, device=device
+    )  # NaN
     slots, step = torch.tensor([slot], device=device), torch.tensor([7], dtype=torch.int32, device=device)
     return adapted_row.LowRankTerm(slots, down, up, ends, inner, step)
 
@@ -104,5 +106,7 @@ def test_what_does_not_fit_is_refused(device):
     x, weight = torch.randn(1, LONG, device=device), torch.randn(8, LONG, device=device)
     with pytest.raises(ValueError, match="are longer than 4096"):
         adapted_row.product(x, weight, term(LONG, (8,), 4, x.dtype, device), norm=torch.ones(LONG, device=device))
+    with pytest.raises(ValueError, match="are longer than 4096"):
+        adapted_row.product(x, weight, term(LONG, (4, 8), 4, x.dtype, device))
     with pytest.raises(ValueError, match="more than 3"):
         adapted_row.product(x, weight, term(LONG, (2, 4, 6, 8), 4, x.dtype, device))
