@@ -101,12 +101,12 @@ def adapted_rows_kernel(
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
     helps = started < HELPERS
-    rows, end, matrix_ptr, begin = program * TILE + tl.arange(0, TILE), ROWS, weight_ptr, 0
+    rows, end, matrix, begin = program * TILE + tl.arange(0, TILE), ROWS, weight_ptr, 0
     helped = tl.load(slots_ptr, mask=helps, other=0)  # others do not wait for it before they load weights
     entries = started * TILE + tl.arange(0, TILE)
     if helps:
-        rows, end, matrix_ptr, begin = entries, tl.where(helped > 0, SIZE, 0), a_ptr + helped * a_stride, -1
-    at = matrix_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+        rows, end, matrix, begin = entries, tl.where(helped > 0, SIZE, 0), a_ptr + helped * a_stride, -1
+    at = matrix + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     mask = (rows < end)[:, None] & inside[None, :]
     weight = tl.load(at, mask=mask, other=0.0)
     if GATED:

@@ -124,7 +124,7 @@ class SingleRow:
         return self._received(0)
 
     def _term(self, weight: Weight, adapted: Adapted | None) -> LowRankTerm | None:
-        """What adapters add to the product of a weight."""
+        """The term that adapters add to the product of a weight; None if they add none."""
         if adapted is None or (factors := adapted.factors.get(id(weight))) is None:
             return None
         return LowRankTerm(adapted.slots, *factors, self.inner[id(weight)], self.step)
