@@ -102,6 +102,20 @@ def test_without_an_adapter_the_product_is_the_same_to_the_last_bit(rows, column
     assert torch.equal(own.inner, before)
 
 
+@pytest.mark.parametrize(("rows", "columns", "ends", "rank"), SHAPES)
+@pytest.mark.gpu  # interpreted, programs never wait for each other
+def test_each_step_adds_its_own_h(rows, columns, ends, rank, device):
+    """A program that took h before all of it was told would add a part of the last step's."""
+    ends = (*ends, rows) if ends[-1] < rows else ends
+    weight = random_tensor(rows, columns, dtype=torch.float32, device=device, scale=columns**-0.5)
+    own = term(columns, ends, rank, torch.float32, device)
+    for _ in range(200):
+        own.step.add_(1)
+        x = random_tensor(1, columns, dtype=torch.float32, device=device)
+        out, _ = adapted_row.product(x, weight, own)
+        assert_close("adapted_row.product, steps", out, wanted_product(x, weight, own), torch.float32)
+
+
 def test_what_does_not_fit_is_refused(device):
     x, weight = torch.randn(1, LONG, device=device), torch.randn(8, LONG, device=device)
     with pytest.raises(ValueError, match="are longer than 4096"):
