@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .arguments import is_compiled
 from .single_row_parts import dependent_launch, processors, wait_for_inputs
@@ -146,11 +145,8 @@ def inner_kernel(
     x_ptr, tiles_ptr, down_ptr, inner_ptr, x_stride, slot_stride, tokens,
     COLUMNS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, ENTRIES: tl.constexpr, GROUPS: tl.constexpr,
     PIECE: tl.constexpr, PIECES: tl.constexpr, SHARES: tl.constexpr, IN_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
-    EARLY: tl.constexpr = True,
 ):  # fmt: skip
     """inner [SHARES, tokens, SIZE] = each token's h, for one share of the columns after another."""
-    if DEPENDENT and EARLY:
-        gdc_launch_dependents()  # before the wait: `add_kernel` reads nothing of this step before its own
     BLOCKS: tl.constexpr = (SIZE + ENTRIES - 1) // ENTRIES * SHARES
     item, programs = tl.program_id(0), tl.num_programs(0)
     items = tl.load(tiles_ptr) * BLOCKS
@@ -158,10 +154,7 @@ def inner_kernel(
     entries, columns = _block_of_down(item % BLOCKS, SHARES, ENTRIES, GROUPS, PIECE, PIECES)
     down_at = down_ptr + slot.to(tl.int64) * slot_stride
     down = _load_block(down_at, entries, (entries < SIZE) & (slot > 0), columns, COLUMNS, COLUMNS)
-    if DEPENDENT and EARLY:
-        gdc_wait()
-    else:
-        wait_for_inputs(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     for each in tl.range(item, items, programs, num_stages=1):
         x = _load_block(x_ptr, members, members >= 0, columns, x_stride, COLUMNS)
         following = each + programs
