@@ -198,7 +198,8 @@ def test_before_gdc_wait_a_kernel_writes_nothing_and_reads_only_data_two_kernels
     the step's first kernels looked up.
     """
     parts = ("weight", "bias", "scale", "zero", "up_scale", "up_zero", "norm", "post_norm")
-    weights = {f"{part}_ptr" for part in parts} | {"slots_ptr", "a_ptr", "b_ptr"}  # of adapters
+    adapters = {"slots_ptr", "a_ptr", "b_ptr", "down_ptr", "up_ptr"} | {"tiles_ptr"}  # see `just_grouped`
+    weights = {f"{part}_ptr" for part in parts} | adapters
     old_enough = weights | {
         "k_ptr",
         "v_ptr",
