@@ -15,6 +15,7 @@ from minillm import LLM, SamplingParams
 from minillm.bench import batching, offline, plots, records, waste, workloads
 from minillm.bench.load import other_load
 from minillm.course.lesson_13 import speculating
+from minillm.course.lesson_14 import measured
 from minillm.course.shared import real_model
 from minillm.report.findings import listed
 
@@ -453,6 +454,59 @@ def serving_figures() -> str:
     return "\n".join([*lines, "", *wrapped(text), ""])
 
 
+def several_gpus_figures() -> str:
+    """The tables of two GPUs: sums by rows, a model that they share and replicas, and what their caches hold."""
+    sums = records.read(measured.SUMS)
+    found = {(row["rows"], row["hidden"]): row for row in sums["results"]}
+    widths = sorted({hidden for _, hidden in found})
+    lines = [
+        "| rows | " + " | ".join(f"{width:,} numbers: kernels' own, µs | NCCL, µs | ratio" for width in widths) + " |",
+        "|---|" + "---|---|---|" * len(widths),
+    ]
+    for rows in sorted({rows for rows, _ in found}):
+        times = [(found[rows, width]["fused_us"], found[rows, width]["nccl_us"]) for width in widths]
+        cells = " | ".join(f"{own:.1f} | {nccl:.1f} | {nccl / own:.2f}" for own, nccl in times)
+        lines.append(f"| {rows:,} | {cells} |")
+    text = (
+        f"A sum over two {sums['machine']['gpu']}s of one machine, in bf16, then add and norm: in one launch, or "
+        "NCCL's sum and a launch for the rest; the median time of a call in a CUDA graph, on rank 0. "
+        f"Record: [{measured.SUMS}](data/results/{measured.SUMS}.json)."
+    )
+    lines += ["", *wrapped(text), "", "| model | requests | one GPU | divided between two | two replicas |"]
+    lines.append("|---|---|---|---|---|")
+    for way in measured.ways():
+        shared, both = (f"{speed:,.0f} ({speed / way.one:.2f})" for speed in (way.shared, way.replicas))
+        lines.append(f"| {way.model} | {way.requests} | {way.one:,.0f} | {shared} | {both} |")
+    one, mixed, *_ = records.read(next(iter(measured.WAYS.values())))["results"]
+    links = " and ".join(f"[{name}](data/results/{name}.json)" for name in measured.there(measured.WAYS).values())
+    text = (
+        "Output tokens per second, in brackets as multiples of one GPU's: models' shapes with random weights in bf16; "
+        f"one request of {one['input_tokens']} tokens in and {one['output_tokens']} out, or {mixed['requests']} of "
+        f"mixed lengths, {mixed['output_tokens']:,} tokens out. Divided: `tensor_parallel_size=2`. Each replica has "
+        f"all requests of the row, and the speeds of both are added. {_times(len(one['runs']))} after a warm-up. "
+        f"Records: {links}."
+    )
+    lines += ["", *wrapped(text)]
+    if caches := measured.caches():
+        lines += ["", "| Gemma 2B's cache | tokens that it holds | output tokens/s |", "|---|---|---|"]
+        for each in caches:
+            more = f"{each.tokens:,} ({each.tokens / caches[0].tokens:.2f})"
+            lines.append(f"| {each.way} | {more} | {each.speed:,.0f} ({each.speed / caches[0].speed:.2f}) |")
+        record = records.read(measured.CACHES)
+        text = (
+            f"{record['results'][0]['requests']} requests of mixed lengths, with so little memory that they fill one "
+            "GPU's cache. Two GPUs that divide the model store the keys of its only KV head twice, unless "
+            "`decode_context_parallel_size=2` divides them too. "
+            f"Record: [{measured.CACHES}](data/results/{measured.CACHES}.json)."
+        )
+        lines += ["", *wrapped(text)]
+    return "\n".join([*lines, ""])
+
+
+def _times(runs: int) -> str:
+    return "Each was timed once" if runs == 1 else f"Medians of {runs} runs"
+
+
 def busy_figures() -> str:
     """The tables of decode steps while other programs keep cores busy."""
     lines = []
@@ -575,6 +629,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "speculation": speculation_figures,
     "speculation on a GPU": gpu_speculation_figures,
     "serving": serving_figures,
+    "several GPUs": several_gpus_figures,
     "busy": busy_figures,
     "figures": figures,
 }

@@ -19,7 +19,7 @@ from minillm.model.replaceable import PARTS
 if TYPE_CHECKING:
     from minillm.kernels.peers import Reducer
 
-ROWS, WORDS = 2048, 4096  # of all ranks, in sums that kernels compute themselves: above, NCCL is faster
+ROWS, WORDS = 2048, 4096  # of all ranks, in sums that kernels compute themselves; NCCL computes larger ones
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the network interface between processes of one machine
 
 

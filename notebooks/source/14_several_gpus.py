@@ -24,7 +24,7 @@ import torch
 from minillm import using
 from minillm.advice import sizing
 from minillm.course import NotSolvedYet, check, compare, describe, solved, yours
-from minillm.course.lesson_14 import dividing
+from minillm.course.lesson_14 import dividing, measured
 from minillm.course.lesson_14 import pictures as draw
 from minillm.course.lesson_14.ranks import together
 from minillm.model import parallel
@@ -218,7 +218,7 @@ compare("different sums", unit="of 1,000", prediction=guess_different, measured=
 # so do the keys that they store. Nothing notices. The token is chosen from numbers that all ranks are told (section
 # 4), so they still agree on one, but no single model would have computed it. (The engine does compare the ranks'
 # tokens in each step; that finds ranks that choose differently, not streams that drift.) So all ranks add in one
-# order. In the sums of a decode step, it is that of the ranks.
+# order. In the engine's own sums, it is that of the ranks.
 #
 # A rank can send and receive: `ranks.exchange(x, to, source)` sends `x` to rank `to`, and returns what rank `source`
 # sends to this one. Both are other ranks; a rank has its own `x` already. `exchange` waits until the message arrives.
@@ -290,8 +290,10 @@ compare(
 #
 # Here is the engine's own. On a CPU it gathers all parts, and adds them as you did. On GPUs that can write to each
 # other's memory, one kernel sends a rank's numbers to the others, waits for theirs, adds them in the order of ranks,
-# and goes on with the norm that follows. For large sums and where GPUs are not connected like that, it calls the
-# library NCCL.
+# and goes on with the norm that follows. Two numbers of 16 bits travel in a word of 8 bytes, next to the number of the
+# sum, its *epoch*: a rank reads a word again until it has the present epoch, so no other message has to say that the
+# numbers are there. For larger sums (on two GPUs, of more than 1,024 rows) and where GPUs are not connected like that,
+# the engine calls the library NCCL.
 
 # %%
 # ENGINE: minillm.model.parallel:all_reduce
@@ -412,30 +414,50 @@ limit = dividing.break_even_us(step_ms[1], count, ranks=2)
 compare(
     "one exchange", unit="microseconds", prediction=guess_us, measured=limit, by="computed"
 )
-print(f"\n{'':26}at best, times as fast as one GPU")
-print(f"{'microseconds of a reduce':26}{'2 GPUs':>8}{'4 GPUs':>8}{'8 GPUs':>8}")
-for reduce_us in (2, 5, 10, 20, 50):
-    gains = (dividing.gain(step_ms[1], count, reduce_us, each) for each in (2, 4, 8))
-    print(f"{reduce_us:26}", *(f"{each:7.2f}" for each in gains))
 draw.gains(step_ms[1], count)
 describe("""Three curves that fall as one reduce takes longer, from 1 to 100 microseconds, and a dashed line at 1. At 1
 microsecond, 2, 4 and 8 GPUs are 1.9, 3.6 and 6.6 times as fast as one. They cross the line at 18, 27 and 32.""")
 
 # %% [markdown]
-# These are predictions, not measurements: only the time on one GPU is from a record, and the rest is the formula.
-# They say what to measure first on your own machines: one reduce of a few rows, in a CUDA graph, between just the
-# GPUs that will share the model. GPUs of one machine may be linked directly. Between machines there is a network, and
-# a step has as many exchanges, each of which takes longer, often too long for a decode step. And the more GPUs there
-# are, the more of a step is exchanges: with 20 microseconds each, 8 GPUs are less than twice as fast as one.
+# The more GPUs there are, the more of a step is exchanges. Between machines there is a network, and an exchange often
+# takes too long for a decode step. Two H200s of one machine are linked directly, and a record has the time of a sum
+# over both, in a CUDA graph. Here is what the sums add to a step: in the norms' launches, as the engine computes them
+# (own), and by NCCL.
+
+# %%
+print(measured.costs_table())
+
+# %% [markdown]
+# A sum of one row takes 1.7 microseconds, a tenth of what it may, and by NCCL 6.3. More tokens take longer steps, but
+# longer sums too. By the formula, two GPUs gain everywhere. Now measure the whole engine.
 #
-# Larger models have more to divide. One layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the
-# same two exchanges. Larger batches also help, up to a point: a step takes longer, and an exchange of a few rows
-# hardly does.
+# **Predict first.** Two GPUs share Gemma 2B, and 256 requests of mixed lengths arrive at once. How many times as many
+# tokens per second as one GPU do they generate?
+
+# %% tags=["exercise"]
+guess_gain = 1.6  # PREDICT: times the tokens per second of one GPU, for 256 requests at once
+
+# %%
+ways = measured.ways("Gemma 2B")
+*_, many = ways
+compare(
+    "two GPUs, 256 requests",
+    unit="times one GPU",
+    prediction=guess_gain,
+    measured=many.shared / many.one,
+)
+print(measured.ways_table(ways))
+
+# %% [markdown]
+# The formula is a bound, and what it leaves out decides here. Each GPU reads all keys and values of Gemma's KV head,
+# and those of 256 requests are many. Prompts run in steps of many rows, with long sums. Larger models have more
+# to divide: one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same two exchanges.
 #
-# What if the model fits on one GPU? Then two **replicas**, each a whole engine, do twice the work, if there are enough
-# requests, with no exchange at all. But each of them stores all weights. Where these leave little room for the cache,
-# GPUs that share one copy may hold far more requests (section 7 has such a case). Otherwise, tensor parallelism is for
-# answers that must come sooner.
+# Two **replicas**, each a whole engine, do twice the work with no exchange at all, if there are enough requests, and
+# each request takes as long as on one GPU. So for a model that fits on one GPU, tensor parallelism does not pay if
+# throughput counts. It pays for answers that must come sooner, for a model that does not fit, and where the weights
+# leave little room for the cache: each replica stores all of them, and GPUs that share one copy may hold far more
+# requests (section 7 has such a case).
 #
 # ## 6 · Pipelines · 17 min
 #
@@ -574,7 +596,7 @@ for label, tensor, stages, replicas in (
 # 2. If not, or if single answers are too slow, divide it over the GPUs of one machine by tensor parallelism, over as
 #    few as hold your requests and give the latency that you need; then run replicas of that.
 # 3. If it does not fit into one machine, make the machines stages of a pipeline. (Not with this engine: all its ranks
-#    and stages are on one machine. Its stages run without CUDA graphs and were tested on CPUs only.)
+#    and stages are on one machine, and its stages run without CUDA graphs.)
 #
 # ## Recap · 2 min
 #
@@ -584,7 +606,8 @@ for label, tensor, stages, replicas in (
 #   longer shrinks.
 # * All ranks need the same bits, so all add in the same order, in float32 at least. Nothing notices if they do not.
 # * Ranks agree on a token by two numbers a row: the largest logit and its token.
-# * On $n$ GPUs a step takes $t/n + R r$ at best. Small models, slow links and many GPUs spend it on exchanges.
+# * On $n$ GPUs a step takes $t/n + R r$ at best. Small models, slow links and many GPUs spend it on exchanges. As
+#   measured, replicas win throughput, and tensor parallelism the latency of a request.
 # * A pipeline needs at least as many batches as stages; otherwise some of its stages are always idle.
 #
 # **What got worse:** one process that fails takes the others with it. A step ends with the slowest rank. Each rank

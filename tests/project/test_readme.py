@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from minillm.bench import records
+from minillm.course.lesson_14 import measured
 from minillm.course.making import build
 from minillm.kernels.quantized_inputs import FAST
 from tools import lesson_minutes
@@ -81,6 +82,20 @@ def test_the_texts_about_drafts_state_the_settings_of_their_records():
     times = [row["times_as_long"] for row in records.read("h200/speculation-exact")["results"]]
     assert f"takes {min(times):.1f} to {max(times):.1f} times as long, for 1 to 64 requests" in OPERATING
     assert {len(row["speedups"]) for name in names[:2] for row in records.read(name)["results"]} == {2}
+
+
+def test_replicas_win_throughput_and_two_gpus_that_share_a_model_win_latency():
+    assert "replicas win throughput" in MEASUREMENTS
+    assert "Sharing a model makes single answers faster, two replicas serve more" in " ".join(README.split())
+    for way in measured.ways():
+        assert way.one < way.shared < way.replicas
+        if way.requests == 1:
+            assert way.shared > 1.3 * way.one
+    commit = records.read(measured.WAYS["Gemma 2B"])["commit"]  # a newer one has longer sums of the kernels' own
+    assert ("own sums ended at 64 rows" in MEASUREMENTS) == commit.startswith("d8cb5c2b")
+    assert "it gains less with many requests" in " ".join(MEASUREMENTS.split())
+    single, many = measured.ways("Gemma 2B")
+    assert many.shared / many.one < single.shared / single.one
 
 
 def test_the_batching_table_states_the_settings_in_which_its_columns_differ():

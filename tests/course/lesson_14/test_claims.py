@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from minillm.advice import sizing
-from minillm.course.lesson_14 import dividing
+from minillm.bench import records
+from minillm.course.lesson_14 import dividing, measured
 from minillm.course.lesson_14.ranks import together
+from minillm.kernels.peers import Reducer
 from minillm.model import parallel
 from minillm.model.config import PRESETS
 from minillm.model.loader import EMBEDDED, read_config
+from minillm.parallel import collectives
 from minillm.parallel.ranks import PATIENCE
 from tests.course.lesson import solved
 
@@ -83,9 +86,7 @@ def test_what_is_sent_to_all_and_in_a_ring(ranks):
 def test_when_a_second_gpu_pays():
     lesson.says("The model has 18 layers, so $R$ is 37.", "The step takes 1.34 ms.")
     lesson.says("At 1 microsecond, 2, 4 and 8 GPUs are 1.9, 3.6 and 6.6 times as fast as one.")
-    lesson.says(
-        "They cross the line at 18, 27 and 32.", "with 20 microseconds each, 8 GPUs are less than twice as fast"
-    )
+    lesson.says("They cross the line at 18, 27 and 32.")
     one, count = dividing.step_ms()[1], dividing.reduces(GEMMA)
     assert count == 37 and round(one, 2) == 1.34
     assert lesson.number(r"^one exchange: predicted .*, computed ([\d.]+) microseconds$") == 18.2
@@ -93,18 +94,81 @@ def test_when_a_second_gpu_pays():
     for ranks, limit in ((2, 18), (4, 27), (8, 32)):
         found = dividing.break_even_us(one, count, ranks)
         assert round(found) == limit and dividing.gain(one, count, found, ranks) == pytest.approx(1)
-    for reduce_us in (2, 5, 10, 20, 50):
-        printed = lesson.numbers(rf"^ +{reduce_us} +([\d.]+) +([\d.]+) +([\d.]+)$")
-        assert printed == tuple(round(dividing.gain(one, count, reduce_us, ranks), 2) for ranks in (2, 4, 8))
+
+
+def test_what_sums_cost_and_a_second_gpu_saves():
+    lesson.says(
+        "A sum of one row takes 1.7 microseconds, a tenth of what it may, and by NCCL 6.3.",
+        "More tokens take longer steps, but longer sums too. By the formula, two GPUs gain everywhere.",
+    )
+    record = {row["rows"]: row for row in records.read("h200/reduce")["results"] if row["hidden"] == GEMMA.hidden_size}
+    steps, limit = dividing.step_ms(), dividing.break_even_us(dividing.step_ms()[1], 37, ranks=2)
+    adds = {
+        rows: (row["fused_us"] - row["norm_us"], row["nccl_us"] - row["norm_us"])
+        for rows, row in record.items()
+        if rows in steps
+    }
+    assert tuple(round(each, 1) for each in adds[1]) == (1.7, 6.3)
+    assert 0.09 < adds[1][0] / limit < 0.11
+    assert list(steps) == sorted(adds) and sorted(steps.values()) == list(steps.values())
+    for place in (0, 1):
+        costs = [each[place] for _, each in sorted(adds.items())]
+        assert costs == sorted(costs)
+    for rows, each in adds.items():
+        one = 1e3 * steps[rows]
+        *us, own, nccl = lesson.numbers(rf"^ +{rows}" + 6 * r" +([\d.,]+)" + "$")
+        assert us == [round(number) for number in (one, one / 2, 37 * each[0], 37 * each[1])]
+        assert (own, nccl) == tuple(round(one / (one / 2 + 37 * add), 2) for add in each) and nccl > 1.4
+
+
+def test_what_two_gpus_gain():
+    lesson.says("Two GPUs share Gemma 2B, and 256 requests of mixed lengths arrive at once.")
+    assert lesson.number(r"^two GPUs, 256 requests: predicted .*, measured ([\d.]+) times one GPU$") == 1.13
+    results = records.read(measured.WAYS["Gemma 2B"])["results"]
+    for requests in (1, 256):
+        one, shared, replicas = (row["output_tokens_per_s"] for row in results if row["requests"] == requests)
+        shown = lesson.numbers(rf"^Gemma 2B +{requests} +([\d,]+) +([\d,]+) \(([\d.]+)\) +([\d,]+) \(([\d.]+)\)$")
+        assert shown == (
+            *(round(one), round(shared), round(shared / one, 2)),
+            *(round(replicas), round(replicas / one, 2)),
+        )
+
+
+def test_replicas_win_throughput_and_sharing_wins_the_latency_of_a_request():
+    lesson.says(
+        "do twice the work with no exchange at all, if there are enough requests, and each request takes as long as on "
+        "one GPU.",
+        "replicas win throughput, and tensor parallelism the latency of a request.",
+    )
+    for way in measured.ways():
+        assert 1.95 < way.replicas / way.one < 2.05 and 1 < way.shared / way.one < 2
+    (first, *_) = measured.ways()
+    assert first.requests == 1 and first.shared / first.one > 1.3
+
+
+def test_how_gpus_that_are_connected_add():
+    """The word's layout is that of tests/kernels/test_peers.py, in which other ranks' words come from the test."""
+    lesson.says(
+        "Two numbers of 16 bits travel in a word of 8 bytes, next to the number of the sum",
+        "on two GPUs, of more than 1,024 rows",
+    )
+    rows = collectives.ROWS // 2
+    inbox = torch.empty(2, 2, rows, collectives.WORDS, dtype=torch.int64, device="meta")
+    reducer = Reducer(0, inbox, torch.empty(2), torch.empty(rows))
+    takes = [reducer.takes(torch.empty(count, GEMMA.hidden_size, dtype=torch.bfloat16)) for count in (1024, 1025)]
+    assert takes == [True, False]
 
 
 def test_a_larger_model_has_more_to_divide_for_the_same_exchanges():
-    lesson.says("One layer of the 70B shape has far more bytes than one of Gemma 2B")
+    lesson.says(
+        "Each GPU reads all keys and values of Gemma's KV head",
+        "one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same two exchanges",
+    )
     large, small = (
         (sizing.parameters(each) - 2 * each.vocab_size * each.hidden_size) / each.num_layers
         for each in (dividing.LARGE, GEMMA)
     )
-    assert large > 7 * small
+    assert large > 7 * small and GEMMA.shard(2).num_kv_heads == 1
 
 
 def test_stages_are_idle_with_fewer_batches():
