@@ -34,6 +34,7 @@ CACHE_SPEED = "h200/cache-speed"
 SAMPLED = "h200/sampled-speed"
 PREFILL = "h200/prefill-attention"
 SPECULATION, EXACT = "cpu/speculation", "h200/speculation-exact"
+ADAPTERS, SAMPLED_ON_TWO = "h200/adapter-speed", "h200/sampled-speed-2"
 SERVING, SERVING_PEER = "h200/serving", "h200/vllm-server-h200"
 COMMAND = "python docs/draw.py record"
 QUIET = 0.1  # largest share of the CPU that other programs may use during a recorded measurement
@@ -486,6 +487,15 @@ def several_gpus_figures() -> str:
         f"all requests of the row, and the speeds of both are added. {_times(len(one['runs']))} after a warm-up. "
         f"Records: {links}."
     )
+    sampled = records.read(SAMPLED_ON_TWO)
+    shares = {row["kind"]: row["share"] for row in sampled["results"]}
+    text += (
+        " Ranks sample plain traffic each from its part of the vocabulary. Other options need all logits in one place: "
+        f"{sampled['results'][0]['requests']:,} requests of Gemma 2B's shape on two GPUs keep "
+        f"{shares['top_p 0.95']:.0%} of plain temperature's speed with top-p 0.95, "
+        f"{shares['presence_penalty 0.5']:.0%} with a penalty and {shares['logprobs 5']:.0%} with five "
+        f"log-probabilities. Record: [{SAMPLED_ON_TWO}](data/results/{SAMPLED_ON_TWO}.json)."
+    )
     lines += ["", *wrapped(text)]
     if caches := measured.caches():
         lines += ["", "| Gemma 2B's cache | tokens that it holds | output tokens/s |", "|---|---|---|"]
@@ -501,6 +511,24 @@ def several_gpus_figures() -> str:
         )
         lines += ["", *wrapped(text)]
     return "\n".join([*lines, ""])
+
+
+def adapter_figures() -> str:
+    """The table of what adapters cost."""
+    record = records.read(ADAPTERS)
+    lines = ["| requests | adapters that they use | time, as a multiple of the base model's |", "|---|---|---|"]
+    for row in record["results"]:
+        costs = [1 + each for each in row["costs"]]
+        times = f"{1 + row['cost']:.2f} ({min(costs):.2f} to {max(costs):.2f})"
+        lines.append(f"| {row['requests']} | {row['used'] or 'none'} | {times} |")
+    first, gpu = record["results"][0], record["machine"]["gpu"]
+    text = (
+        f"Gemma 2B's shape with random weights in bf16 on one {gpu}, {first['input_tokens']} tokens in and "
+        f"{first['output_tokens']} out: an engine with {first['loaded']} adapters loaded, of rank {first['rank']} on "
+        "all projections, in turns with one that has none; medians, and in brackets all "
+        f"{len(first['costs'])} pairs. Record: [{ADAPTERS}](data/results/{ADAPTERS}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
 
 
 def _times(runs: int) -> str:
@@ -630,6 +658,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "speculation on a GPU": gpu_speculation_figures,
     "serving": serving_figures,
     "several GPUs": several_gpus_figures,
+    "adapters": adapter_figures,
     "busy": busy_figures,
     "figures": figures,
 }

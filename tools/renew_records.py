@@ -64,6 +64,7 @@ RECORDS = {
         "batching": f"minillm bench batching {GEMMA} --repeat 7 --json",
         "build": "minillm build gemma-2b --load-format dummy --input-len 1024 --output-len 256 --concurrency 256 "
         "--compare --out build/gemma-2b.plan.json --json",
+        "adapter-speed": f"python tools/adapter_speed.py {GEMMA} --dtype bfloat16 --rounds 3 --record",
         "cache-speed": "python tools/cache_speed.py --record",
         "fast-accumulation": "python tools/fast_accumulation.py --record",
         "gemma-2b-bf16": f"minillm bench offline {GEMMA} {AS_PEERS} {WORKLOADS} --json",
@@ -75,6 +76,10 @@ RECORDS = {
         "prefill-attention": "python tools/prefill_speed.py --record",
         "quantization": "python tools/quantization_speed.py --record",
         "reduce": "python tools/reduce_speed.py --record",
+        "sampled-speed-2": "python tools/sampled_speed.py --tensor-parallel-size 2 --runs 1 --kinds temperature "
+        "'top_p 0.95' 'presence_penalty 0.5' 'logprobs 5' --record",
+        "several-gpus-llama-3.1-8b": "python tools/several_gpus.py --model llama-3.1-8b --load-format dummy "
+        "--requests 256 --repeat 1 --max-model-len 4096 --record",
         "several-gpus": f"python tools/several_gpus.py {GEMMA} --requests 256 --repeat 1 --record",
         "speculation": f"{DRAFTS} {SYNTHETIC} --record",
         "speculation-ahead": f"{DRAFTS} --ahead {SYNTHETIC} --record",

@@ -1,5 +1,7 @@
 """Every committed record of ours has a command that exists today, and says that no file differed from its commit."""
 
+import shlex
+
 import pytest
 
 from minillm.bench import records
@@ -29,7 +31,7 @@ def test_a_record_was_made_by_todays_command_on_an_unchanged_checkout(device, na
     words, record = renew_records.command(device, name), records.read(f"{device}/{name}")
     script = words[1] if words[:2] != ["python", "-m"] else words[2].replace(".", "/") + ".py"
     assert words[0] == "minillm" or (renew_records.ROOT / script).is_file()
-    assert ([MOVED.get(word, word) for word in record["command"].split()], record["dirty"]) == (words, False)
+    assert ([MOVED.get(word, word) for word in shlex.split(record["command"])], record["dirty"]) == (words, False)
 
 
 def test_a_failing_command_is_reported_and_leaves_the_record(monkeypatch, capsys, tmp_path):
