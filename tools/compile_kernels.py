@@ -190,18 +190,12 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             fixed_order.product(x.to(dtype), torch.zeros(512, 2048, dtype=dtype))
         single_row.product(torch.zeros(1, 16384, dtype=torch.bfloat16), torch.zeros(8, 16384, dtype=torch.bfloat16))
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            down, up = torch.zeros(4, 192, 2048, dtype=dtype), torch.zeros(4, 2048, 64, dtype=dtype)
             for tokens in (2, low_rank.FEW_TOKENS + 1):
-                slots, wide = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, 16384, dtype=dtype)
-                for rank, columns, ends in (
-                    (64, 2048, (512, 1024, 2048)),
-                    (16, 2048, (8192, 16384)),
-                    (16, 16384, (2048,)),
-                ):
-                    down = torch.zeros(4, len(ends) * rank, columns, dtype=dtype)
-                    up = torch.zeros(4, ends[-1], rank, dtype=dtype)
-                    low_rank.add_low_rank(wide[:, : ends[-1]], wide[:, :columns], slots, down, up, ends)
-                tiles = low_rank.token_tiles(slots, 4)
-                low_rank.add_grouped(wide[:, :2048], wide, tiles, down, up, ends)
+                slots, wide = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, 2048, dtype=dtype)
+                tiles = low_rank.token_tiles(slots, len(down))
+                low_rank.add_grouped(wide, wide, tiles, down, up, (512, 1024, 2048))
+        low_rank.add_low_rank(x, x, slots[:2], down.bfloat16(), up.bfloat16(), (512, 1024, 2048))
         slot = torch.zeros(1, dtype=torch.int64)
         for shape, ends, options in (
             ((2560, 2048), (2048, 2304, 2560), {"norm": torch.zeros(2048), "eps": 1e-6, "residual": row}),

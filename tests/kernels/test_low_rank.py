@@ -83,7 +83,7 @@ def test_tokens_are_grouped_once_for_all_weights_of_a_step(device, monkeypatch):
     )
     weights = [factors(4, parts, 4, 24, torch.float32, device) for parts in ((8, 8), (30,))]
     adapted = Adapted(torch.tensor([2, 0, 3, 3, 1], device=device), {})
-    for step in (adapted, adapted.only(torch.tensor([4, 1], device=device)), Adapted(adapted.slots[:3], {})):
+    for step in (adapted, adapted.only(torch.tensor([4, 1, 0, 2, 3], device=device)), Adapted(adapted.slots[:3], {})):
         for given in weights:
             x, out = (
                 random_tensor(len(step.slots), size, dtype=torch.float32, device=device)
@@ -92,7 +92,7 @@ def test_tokens_are_grouped_once_for_all_weights_of_a_step(device, monkeypatch):
             wanted = reference.add_low_rank(out.clone(), x, step.slots, given)
             got = kernels.add_adapted(out, x, step, given)
             assert_close("add_adapted", got, wanted, torch.float32)
-    assert grouped == [[2, 0, 3, 3, 1], [1, 0], [2, 0, 3]]
+    assert grouped == [[2, 0, 3, 3, 1], [1, 0, 2, 3, 3], [2, 0, 3]]
     assert kernels.add_adapted(out.double(), x.double(), step, given) is None
 
 
