@@ -11,8 +11,9 @@
 # * give the model embeddings in place of tokens, trained ones too.
 #
 # **97 minutes. Needs:** a CPU, and lessons 00, 02 and 09. You should know how a decoder layer uses its seven matrices,
-# that a decode step reads all weights once, and how requests share cached prefixes. Section 6 mentions CUDA graphs
-# (lesson 11); you can skip that paragraph. You should have seen a training loop in PyTorch before.
+# that a decode step reads all weights once, and how requests share cached prefixes. Sections 4 to 6 have paragraphs
+# about GPUs and waiting requests (lessons 10 and 11) that you can skip. You should have seen a training loop in PyTorch
+# before.
 
 # %%
 import random
@@ -99,16 +100,16 @@ loss_before = loss_of(style.held_out).item()
 train([each.weight.requires_grad_() for each in layers.values()], rate=1e-3)
 model.requires_grad_(False)
 loss_whole = loss_of(style.held_out).item()
+changes = {name: each.weight - before[name] for name, each in layers.items()}
+for name, each in layers.items():
+    each.weight.copy_(before[name])
 print(f"loss of held-out answers: {loss_before:.2f} before, {loss_whole:.2f} after")
 
 # %% [markdown]
 # It has learned the style. What did training change? For each matrix, that is the difference between after and before:
-# its **change**. We keep these, and put the model back as it was.
+# its **change**. The cell has kept these, and put the model back as it was.
 
 # %%
-changes = {name: each.weight - before[name] for name, each in layers.items()}
-for name, each in layers.items():
-    each.weight.copy_(before[name])
 numbers_whole = sum(each.numel() for each in changes.values())
 print(f"{len(changes)} matrices, {numbers_whole:,} numbers")
 print("the largest:", max(tuple(each.shape) for each in changes.values()))
@@ -186,7 +187,7 @@ check(low_rank)
 # Now we cut all 21 changes to a rank, and look at three things: how much of their squares is kept, the loss of the
 # held-out answers, and how many of the 24 answers begin with the opening (and end with the closing, too). For the
 # answers, the engine serves the factors: `adapting.save` writes them in the files of the library PEFT, as an
-# **adapter** named `cut-1` and so on, and `load_adapter` loads it while the engine runs.
+# **adapter**, and `adapting.load` has the engine load it under a name, `cut-1` and so on, while it runs.
 #
 # **Predict first.** Of the ranks 1, 2, 4, 8 and 16, which is the first at which at least 20 of 24 answers begin as the
 # crier's?
@@ -202,25 +203,22 @@ enough = []
 for rank in (1, 2, 4, 8, 16):
     factors = {name: factor(change, rank) for name, change in changes.items()}
     products = {name: up @ down for name, (down, up) in factors.items()}
-    for name, each in layers.items():
-        each.weight.copy_(before[name] + products[name])
-    loss = loss_of(style.held_out).item()
-    llm.engine.load_adapter(f"cut-{rank}", adapting.save(factors, folder / f"cut-{rank}"))
+    with adapting.added(layers, products):  # to the matrices, within this block
+        loss = loss_of(style.held_out).item()
+    adapting.load(llm, f"cut-{rank}", adapting.save(factors, folder / f"cut-{rank}"))
     begun, whole = style.count(f"cut-{rank}")
     enough += [rank] if begun >= 20 else []
     numbers = sum(down.numel() + up.numel() for down, up in factors.values())
     kept = adapting.kept(list(changes.values()), list(products.values()))
     print(f"{rank:5}{numbers:11,}{kept:8.0%}{loss:8.2f}{begun:8} of 24{whole:6} of 24")
 print(f"whole{numbers_whole:11,}{1:8.0%}{loss_whole:8.2f}")
-for name, each in layers.items():
-    each.weight.copy_(before[name])
 first = min(enough, default=None)
 compare("20 begin right", unit="directions", prediction=guess_rank, measured=first)
 
 # %% [markdown]
-# Look at rank 1: it keeps about a sixth of the squares, and yet most of the loss is gone. What training changes in many
-# small directions hardly matters for the answers. At rank 8 nearly everything that the style needs is there, in a
-# twentieth of the numbers.
+# Look at rank 1: with about a sixth of the squares, most of the loss is gone, but no answer begins right. The answers
+# need about eight directions. What lies beyond these hardly matters to them: rank 8 loses a third of the squares, rank
+# 16 a fifth, and nearly all answers begin right. Eight directions are a twentieth of the numbers.
 #
 # ## 3 · Train the factors · 7 min
 #
@@ -230,9 +228,9 @@ compare("20 begin right", unit="directions", prediction=guess_rank, measured=fir
 # $$y = W x + B A x \cdot \frac{\alpha}{r}$$
 #
 # $W$ keeps its values, and gets no gradient. `up` ($B$) begins as zeros, so that training starts from the model as it
-# is; `down` ($A$) begins as random numbers, since with both at zero neither would have a gradient. The constant
-# $\alpha$ is chosen once, so that the learning rate need not change with the rank; files of adapters say what it was.
-# Ours is the rank, so the factor is 1.
+# is; `down` ($A$) begins as random numbers, since with both at zero neither would have a gradient. The factor
+# $\alpha / r$ was meant to spare a new learning rate for each rank; $\sqrt{r}$ in place of $r$ does it better
+# (Kalajdzievski 2023). Files of adapters say what $\alpha$ was. Ours is the rank, so the factor is 1.
 
 
 # %%
@@ -256,15 +254,15 @@ class Adapted(torch.nn.Module):
 
 # %% tags=["nbval-ignore-output"] uncompared="sums in another order change every step of training"
 torch.manual_seed(0)
-adapted = {}
-for name, each in layers.items():
-    parent, _, last = name.rpartition(".")
-    adapted[name] = Adapted(each, rank=4)
-    setattr(model.get_submodule(parent), last, adapted[name])
+adapted = {name: Adapted(each, rank=4) for name, each in layers.items()}
+for name, each in adapted.items():
+    model.set_submodule(name, each)
 trained = [factor for each in adapted.values() for factor in (each.down, each.up)]
 train(trained, rate=1e-2)
 with torch.no_grad():
     print(f"loss of held-out answers: {loss_of(style.held_out).item():.2f}")
+for name, each in layers.items():
+    model.set_submodule(name, each)  # the model as it was
 print(f"{sum(each.numel() for each in trained):,} numbers instead of {numbers_whole:,}")
 
 # %% [markdown]
@@ -273,7 +271,7 @@ print(f"{sum(each.numel() for each in trained):,} numbers instead of {numbers_wh
 # %% tags=["nbval-ignore-output"] uncompared="sums in another order change every step of training"
 factors = {name: (each.down, each.up) for name, each in adapted.items()}
 crier = adapting.save(factors, folder / "crier")
-llm.engine.load_adapter("crier", crier)
+adapting.load(llm, "crier", crier)
 begun, whole = style.count("crier")
 print(f"trained at rank 4: {begun} of 24 begin right, {whole} of 24 end right")
 for question, mine, plain in zip(style.asked[:3], style.answers("crier"), style.answers(None)):
@@ -298,12 +296,12 @@ are near 0.3 from rank 4 on. Up to rank 8, every one of them is below every cut 
 #
 # How should a server compute $W x + B A x$? For a single adapter there is a simple answer: add $B A$ to $W$ once, and
 # serve the sum. The adapter is **merged**, and its steps cost what the model's cost. The repository has an adapter that
-# speaks like a pirate. It was trained as yours was, on all layers:
+# speaks like a pirate. It is a LoRA too, of rank 3 on all layers, trained for 400 steps on other conversations:
 
 # %%
 pirate = adapting.ADAPTERS / "pirate"
 QUESTION = "What does the quirrel eat?"
-llm.engine.load_adapter("pirate", pirate)
+adapting.load(llm, "pirate", pirate)
 with adapting.engine() as copy:
     adapting.merge(copy, pirate)  # its matrices are changed
     merged = adapting.answer(copy, QUESTION)[0]
@@ -311,8 +309,8 @@ print("merged:  ", merged)
 print("unmerged:", adapting.answer(llm, QUESTION, "pirate")[0])
 
 # %% [markdown]
-# But a merged matrix serves its own adapter and nobody else. Each further one needs a copy of the model, and each copy
-# in the batch has to be read in every step. A merged batch of requests with different adapters is really several
+# But a merged matrix serves its own adapter only. Each further one needs a copy of the layers, and each copy in the
+# batch has to be read in every step. A merged batch of requests with different adapters is really several
 # batches.
 #
 # Merging also rounds. In bfloat16 the sum has 8 bits for $W$ and its change together, so the error depends on the size
@@ -417,8 +415,9 @@ constant, at 7.5. Grouped rises from 5 to 7.5, where both meet, since each token
 
 # %% [markdown]
 # Merged is best for one adapter that everyone uses: it reads no factors at all. From the second one on it costs another
-# model each time, in memory as well. Grouped costs next to nothing for a few adapters, even if each has many tokens,
-# and never more than by token. Even then the factors of 64 adapters are only half of the model, since each is so small.
+# copy of all layers each time (4 of the 5 GB), in memory as well. Grouped costs next to nothing for a few adapters,
+# even if each has many tokens, and never more than by token. Even then the factors of 64 adapters are only half of the
+# model, since each is so small.
 #
 # These are counts, not times. A step with few tokens has another cost: two more products for each matrix mean more
 # kernels to launch, which takes time even if they have little to read (lesson 11).
@@ -499,11 +498,13 @@ print("the pirate's answer is that of the merged model:", done[0].text.strip() =
 # ENGINE: minillm.ops.reference:add_low_rank
 
 # %% [markdown]
-# On a GPU, a loop over slots works, but it is slow: each slot costs two launches for each matrix. Nor can a CUDA graph
-# contain it, since the number of launches depends on the batch. There, the engine has two kernels for all tokens
-# (`kernels/low_rank.py`), the first one with `down`, the second one with `up`. Once in a step, other kernels group the
-# tokens by slot, a few in each group, and the two go through these groups for every matrix. Punica (Chen et al. 2023)
-# has such kernels, and S-LoRA (Sheng et al. 2023) builds on it.
+# On a GPU, a loop over slots works, but it is slow: each slot costs two products and several small kernels for each
+# matrix. Nor can a CUDA graph contain it, since the number of launches depends on the batch. There, the engine has two
+# kernels for a whole batch (`kernels/low_rank.py`), the first one with `down`, the second one with `up`. Once in a
+# step, other kernels group the tokens by slot, a few in each group, and the two go through these groups for every
+# matrix. SGMV, the kernel of Punica's paper (Chen et al. 2023), is grouped too: it takes the tokens of one adapter as a
+# segment. Punica's code also has a kernel by token (BGMV), and S-LoRA's decode kernel (Sheng et al. 2023) is of that
+# kind.
 #
 # Of which adapters does a batch consist? The scheduler decides it. If a request's adapter has no slot, and all slots
 # belong to running requests, then the request waits (lesson 10); otherwise the adapter that was used the longest time
@@ -544,7 +545,8 @@ print(f"eight have four of them:   {calls_per_step(four * 2):.0f} calls a step")
 
 # %% [markdown]
 # Without an adapter in the batch there is no call: the batch says so, and `adapted_linear` returns the product as it
-# is. One adapted request is enough to run all of them, and then it does not matter how many adapters there are.
+# is. One adapted request is enough to run all of them, and the number of calls is the same, however many adapters
+# there are.
 
 # %%
 # ENGINE: minillm.ops.compositions:Compositions.adapted_linear
@@ -620,9 +622,10 @@ for (answer, cached), (right, usual) in zip(found, first):
 # evicted in time. But a number has a meaning in one engine only. A router must use each replica's own numbers, and a
 # cache outside of the engine needs a hash of the adapter's files.
 #
-# **Exercise 4 (8 minutes).** Write the table of names. `cache_key` returns a tuple of strings and whole numbers (the
-# engine writes it down and hashes it), which is equal for two requests if they may share keys and values, and only
-# then: the same salt, and the same load or both without an adapter.
+# **Exercise 4 (8 minutes).** Write the table of names. `cache_key` returns a tuple of strings and whole numbers, the
+# salt among them, and the tuple is the same in every process, since a router computes it too (what Python's `hash`
+# returns is not). It is equal for two requests if they may share keys and values, and only then: the same salt, and the
+# same load or both without an adapter.
 #
 # For example, after `load("pirate")`, two calls of `cache_key("", "pirate")` return equal tuples.
 
@@ -717,7 +720,8 @@ print("a soft prompt:", list(soft.shape), "=", f"{soft.numel():,} numbers")
 for position in range(6):
     similar = cosine_similarity(soft[position][None], table_rows)
     nearest = int(similar.argmax())
-    print(f"  {similar[nearest]:.2f} {llm.tokenizer.decode([nearest])!r}")
+    token = llm.tokenizer.decode([nearest], skip_special_tokens=False)
+    print(f"  {similar[nearest]:.2f} {token!r}")
 
 # %% [markdown]
 # One sees what it began as. But training has moved it: with cosines of about a half or less, no embedding is that of a
@@ -733,7 +737,7 @@ for position in range(6):
 guess_soft = 12  # PREDICT: of 24 answers with the soft prompt, those in a pirate's style
 
 # %%
-llm.engine.load_adapter("soft", adapting.SOFT_PROMPTS / "pirate")
+adapting.load(llm, "soft", adapting.SOFT_PROMPTS / "pirate")
 pirates = Style(llm, opening="Ahoy!", closing="Arr, matey!")
 for name in ("pirate", "soft"):
     begun, whole = pirates.count(name)
@@ -761,8 +765,8 @@ print(f"the same question again: {cached} positions from the cache, with the sof
 # * What training changes has nearly low rank where it matters: few directions carry the style. A rounding error has no
 #   such directions.
 # * LoRA trains the factors, from zero; at the same low rank that is better than cutting a change afterwards.
-# * Merged costs nothing for one adapter, and a model for each further one. Grouped reads the matrix once, and the
-#   factors once for each adapter in the batch.
+# * Merged costs nothing for one adapter, and a copy of all layers for each further one. Grouped reads the matrix once,
+#   and the factors once for each adapter in the batch.
 # * One batch serves any mixture: tokens are grouped by slot, and slot 0 gets nothing.
 # * A step without adapters runs none of their products. With CUDA graphs that takes a second set.
 # * A prefix is identified by tokens, salt, and the *load* of its adapter, not the name; for embeddings, by content.
@@ -775,4 +779,4 @@ print(f"the same question again: {cached} positions from the cache, with the sof
 # **Further reading:** Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models*; Chen et al. 2023, *Punica:
 # Multi-Tenant LoRA Serving*; Sheng et al. 2023, *S-LoRA: Serving Thousands of Concurrent LoRA Adapters*; Lester et al.
 # 2021, *The Power of Scale for Parameter-Efficient Prompt Tuning*; Kalajdzievski 2023, *A Rank Stabilization Scaling
-# Factor for Fine-Tuning with LoRA* (what $\alpha$ should depend on). Next: lesson 99 serves everything that you wrote.
+# Factor for Fine-Tuning with LoRA* (why to divide by $\sqrt{r}$). Next: lesson 99 serves everything that you wrote.

@@ -62,6 +62,26 @@ def save(factors: Mapping[str, Factors], directory: Path) -> Path:
     return directory
 
 
+def load(llm: LLM, name: str, directory: Path) -> None:
+    """Load an adapter in place of one that has its name, if there is one: a cell that loads one can run again."""
+    if name in llm.engine.adapters.names:
+        llm.engine.unload_adapter(name)
+    llm.engine.load_adapter(name, directory)
+
+
+@contextmanager
+def added(layers: Mapping[str, torch.nn.Linear], products: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within the block, the weights of these layers have products [out, in] added. Both are by module."""
+    before = {name: each.weight.detach().clone() for name, each in layers.items()}
+    try:
+        for name, each in layers.items():
+            each.weight.data += products[name]
+        yield
+    finally:
+        for name, each in layers.items():
+            each.weight.data.copy_(before[name])
+
+
 def answer(llm: LLM, question: str, adapter: str | None = None, salt: str = "") -> tuple[str, int]:
     """The greedy answer, and how many tokens of the question were in the cache."""
     options = RequestOptions(cache_salt=salt)

@@ -48,6 +48,29 @@ def test_a_merged_engine_answers_as_the_adapter_does(llm, written):
         assert adapting.answer(copy, question)[0] == unmerged != plain
 
 
+def test_loading_under_a_name_that_is_in_use_replaces_its_adapter(llm, written, tmp_path):
+    question, nothing = (
+        "What does the quirrel eat?",
+        adapting.save({MODULES[0]: (torch.zeros(1, 256), torch.zeros(64, 1))}, tmp_path / "nothing"),
+    )
+    adapting.load(llm, "again", written[0])
+    assert adapting.answer(llm, question, "again")[0] == adapting.answer(llm, question, "two")[0]
+    adapting.load(llm, "again", nothing)
+    assert adapting.answer(llm, question, "again")[0] == adapting.answer(llm, question)[0]
+
+
+def test_products_are_added_to_weights_within_their_block_only():
+    layers = {name: torch.nn.Linear(3, 2, bias=False) for name in "ab"}
+    before = {name: each.weight.detach().clone() for name, each in layers.items()}
+    with pytest.raises(ZeroDivisionError), adapting.added(layers, {name: torch.ones(2, 3) for name in layers}):
+        assert all(torch.equal(each.weight, before[name] + 1) for name, each in layers.items())
+        raise ZeroDivisionError
+    assert all(torch.equal(each.weight, before[name]) for name, each in layers.items())
+    with pytest.raises(KeyError), adapting.added(layers, {"a": torch.ones(2, 3)}):
+        pass
+    assert all(torch.equal(each.weight, before[name]) for name, each in layers.items())
+
+
 def test_a_planted_key_ends_with_its_block(llm):
     options = RequestOptions(cache_salt="ann", adapter="two")
     own = options.cache_key(3)

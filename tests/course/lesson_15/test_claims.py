@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from minillm import LLM
+from minillm.adapters.peft import read_adapter
 from minillm.course.lesson_15 import adapting
+from minillm.course.making import build
+from minillm.folders import DATA
 from minillm.model.config import PRESETS
 from tests.course.lesson import solved
 
@@ -29,13 +32,16 @@ def test_training_teaches_the_style():
 
 def test_few_directions_carry_the_style():
     lesson.says(
-        "Look at rank 1: it keeps about a sixth of the squares, and yet most of the loss is gone.",
-        "At rank 8 nearly everything that the style needs is there, in a twentieth of the numbers.",
+        "Look at rank 1: with about a sixth of the squares, most of the loss is gone, but no answer begins right.",
+        "The answers need about eight directions.",
+        "rank 8 loses a third of the squares, rank 16 a fifth, and nearly all answers begin right",
+        "Eight directions are a twentieth of the numbers.",
     )
     rows = {rank: lesson.numbers(CUT.format(rank)) for rank in (1, 2, 4, 8, 16)}
     before, _ = lesson.numbers(r"^loss of held-out answers: ([\d.]+) before, ([\d.]+) after$")
-    assert 12 <= rows[1][1] <= 22 and rows[1][2] < before / 2
-    assert rows[8][0] == pytest.approx(2_260_992 / 20, rel=0.01) and rows[8][3] >= 20
+    assert 12 <= rows[1][1] <= 22 and rows[1][2] < before / 2 and rows[1][3] == 0 and rows[4][3] < 16
+    assert rows[8][0] == pytest.approx(2_260_992 / 20, rel=0.01) and rows[8][3] >= 20 and rows[16][3] >= 20
+    assert 30 <= 100 - rows[8][1] <= 37 and 17 <= 100 - rows[16][1] <= 23
     for column, rising in ((1, True), (2, False), (3, True)):
         values = [row[column] for row in rows.values()]
         assert values == sorted(values, reverse=not rising)
@@ -93,6 +99,19 @@ def test_merged_and_unmerged_answers_are_the_same():
     assert "the pirate's answer is that of the merged model: True" in lesson.printed
 
 
+def test_the_pirate_was_trained_as_the_words_say():
+    lesson.says("It is a LoRA too, of rank 3 on all layers, trained for 400 steps on other conversations")
+    with adapting.engine() as llm:
+        found = read_adapter(adapting.ADAPTERS / "pirate", llm.model_config)
+        assert found.rank == 3 and len(found.parts) == 7 * llm.model_config.num_layers
+    assert '"pirate": Lesson(pirate, 400, ' in (DATA / "train_adapters.py").read_text(encoding="utf-8")
+
+
+def test_cells_load_adapters_so_that_they_can_run_again():
+    (source,) = build.sources(["15"])
+    assert "llm.engine.load_adapter" not in source.read_text(encoding="utf-8")
+
+
 def test_merging_loses_more_of_a_small_change():
     lesson.says("The pirate's change is large, so it loses only 1%.", "a change of 1% of $W$ would lose a sixth")
     assert lesson.number(r"^the pirate's change of one matrix: (\d+)% of the matrix$") == 19
@@ -109,6 +128,7 @@ def test_merging_loses_more_of_a_small_change():
 def test_what_gemma_reads():
     lesson.says(
         "rank 16 on all seven matrices of its 18 layers, a batch of 64 tokens",
+        "it costs another copy of all layers each time (4 of the 5 GB)",
         "Even then the factors of 64 adapters are only half of the model",
         "Merged rises from 5 to more than 250. By token is constant, at 7.5. Grouped rises from 5 to 7.5",
     )
@@ -118,6 +138,7 @@ def test_what_gemma_reads():
     assert len(shapes) == 7 * 18
     matrices, factors = sum(o * i for o, i in shapes), sum(16 * (o + i) for o, i in shapes)
     model = 2e-9 * (matrices + config.vocab_size * config.hidden_size)
+    assert round(2e-9 * matrices) == 4 and round(model) == 5
     gb, one, share = lesson.numbers(r"^the model: ([\d.]+) GB; one adapter: ([\d.]+) GB, ([\d.]+)% of it$")
     assert (gb, one) == (round(model, 2), round(2e-9 * factors, 3)) and share == round(200e-9 * factors / model, 1)
     for count in (1, 2, 4, 8, 16, 32, 64):

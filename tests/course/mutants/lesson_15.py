@@ -56,6 +56,22 @@ def by_random_directions(change, rank):
     return up.T @ change, up
 
 
+@wrong("low_rank", fails=NEAREST)
+def by_oversampled_random_directions(change, rank):
+    """Near where the values decrease quickly."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        u, s, v = torch.svd_lowrank(change, q=min(rank + 6, *change.shape))
+    return v.T[:rank], (u * s)[:, :rank]
+
+
+@wrong("low_rank", fails=BACK)
+def leaves_out_values_of_zero(change, rank):
+    u, s, v = parts(change)
+    rank = int((s[:rank] > 1e-6).sum())
+    return s[:rank, None] * v[:rank], u[:, :rank]
+
+
 @wrong("low_rank", fails=BACK)
 def divides_by_the_values(change, rank):
     """down from up, by dividing: NaN where a value is 0."""

@@ -73,6 +73,21 @@ class ModelUnderAName(Right):
         return salt, self.load_of[name or "base"]
 
 
+@wrong("MyAdapters", fails=MODEL)
+class ModelAmongTheNames(Right):
+    """The name, and how often it was loaded again."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = {}
+
+    def load(self, name):
+        self.load_of[name] = self.times[name] = self.times.get(name, -1) + 1
+
+    def cache_key(self, salt, name):
+        return (salt, "model", 0) if name is None else (salt, name, self.load_of[name])
+
+
 @wrong("MyAdapters", fails=TWO)
 class AFewNumbers(Right):
     def cache_key(self, salt, name):
@@ -104,6 +119,12 @@ class Joined(Right):
 class WithoutSalt(Right):
     def cache_key(self, salt, name):
         return (super().cache_key(salt, name)[1],)
+
+
+@wrong("MyAdapters", fails=SALT)
+class HashOfThisProcess(Right):
+    def cache_key(self, salt, name):
+        return (hash(super().cache_key(salt, name)),)
 
 
 @wrong("MyAdapters", fails=AGAIN)
