@@ -67,7 +67,7 @@ def _told(inner_ptr, index, mask, step, COMPILED: tl.constexpr):
     if COMPILED:
         steps = tl.zeros(index.shape, tl.int32) + step
         told = tl.inline_asm_elementwise(
-            WAIT, "=l,l,r", [at.to(tl.int64), steps], dtype=tl.int64, is_pure=False, pack=1
+            WAIT, "=&l,l,r", [at.to(tl.int64), steps], dtype=tl.int64, is_pure=False, pack=1
         )
     else:
         told = tl.load(at)
