@@ -490,7 +490,7 @@ def several_gpus_figures() -> str:
     sampled = records.read(SAMPLED_ON_TWO)
     shares = {row["kind"]: row["share"] for row in sampled["results"]}
     text += (
-        " Ranks sample plain traffic each from its part of the vocabulary. Other options need all logits in one place: "
+        " GPUs gather all logits to sample: "
         f"{sampled['results'][0]['requests']:,} requests of Gemma 2B's shape on two GPUs keep "
         f"{shares['top_p 0.95']:.0%} of plain temperature's speed with top-p 0.95, "
         f"{shares['presence_penalty 0.5']:.0%} with a penalty and {shares['logprobs 5']:.0%} with five "

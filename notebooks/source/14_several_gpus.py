@@ -293,7 +293,8 @@ compare(
 # and goes on with the norm that follows. Two numbers of 16 bits travel in a word of 8 bytes, next to the number of the
 # sum, its *epoch*: a rank reads a word again until it has the present epoch, so no other message has to say that the
 # numbers are there. For larger sums (on two GPUs, of more than 1,024 rows) and where GPUs are not connected like that,
-# the engine calls the library NCCL.
+# the engine calls the library NCCL. (In the fused step of a single request, lesson 11, the product before the sum sends
+# its results itself, in float32, and one more launch adds them.)
 
 # %%
 # ENGINE: minillm.model.parallel:all_reduce
@@ -422,7 +423,7 @@ microsecond, 2, 4 and 8 GPUs are 1.9, 3.6 and 6.6 times as fast as one. They cro
 # The more GPUs there are, the more of a step is exchanges. Between machines there is a network, and an exchange often
 # takes too long for a decode step. Two H200s of one machine are linked directly, and a record has the time of a sum
 # over both, in a CUDA graph. Here is what the sums add to a step: in the norms' launches, as the engine computes them
-# (own), and by NCCL.
+# (own), and by NCCL. (The fused step of a single request has launches for its sums, which this record does not have.)
 
 # %%
 print(measured.costs_table())
@@ -453,8 +454,9 @@ print(measured.ways_table(ways))
 # and those of 256 requests are many. Prompts run in steps of many rows, with long sums. Larger models have more
 # to divide: one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same two exchanges.
 #
-# Two **replicas**, each a whole engine, do twice the work with no exchange at all, if there are enough requests, and
-# each request takes as long as on one GPU. So for a model that fits on one GPU, tensor parallelism does not pay if
+# Two **replicas**, each a whole engine, do twice the work with no exchange at all, if there are enough requests: in the
+# table each has all the requests of its row, so both together have twice as many, and a single request is no faster
+# than on one GPU. So for a model that fits on one GPU, tensor parallelism does not pay if
 # throughput counts. It pays for answers that must come sooner, for a model that does not fit, and where the weights
 # leave little room for the cache: each replica stores all of them, and GPUs that share one copy may hold far more
 # requests (section 7 has such a case).

@@ -7,6 +7,7 @@ import pytest
 from minillm import LLM, SamplingParams, ops
 from minillm.engine.adapters import some_adapter
 from minillm.errors import InvalidRequest
+from minillm.runner import decode_graphs
 from minillm.runner.executor import WatchedExecutor
 from tests import models, peft_files
 from tests.emulated_graphs import emulated_graphs
@@ -113,8 +114,11 @@ class SeenSlots(WatchedExecutor):
         return super().launch(step)
 
 
-@pytest.mark.parametrize("quantization", [None, *only_in_proofs("int8")])
-def test_one_row_with_an_adapter_runs_the_fused_step_of_dense_weights(quantization, directory, adapters, monkeypatch):
+@pytest.mark.parametrize(("fuses", "quantization"), [(True, None), *only_in_proofs((True, "int8"), (False, None))])
+def test_one_row_with_an_adapter_runs_the_fused_step_of_dense_weights(
+    fuses, quantization, directory, adapters, monkeypatch
+):
+    monkeypatch.setattr(decode_graphs, "FUSES_ADAPTERS", fuses)
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
     options["quantization"] = quantization
     params, names = replace(GREEDY, max_tokens=3), ["adapter 0", "adapter 1", None]
@@ -127,4 +131,6 @@ def test_one_row_with_an_adapter_runs_the_fused_step_of_dense_weights(quantizati
         monkeypatch.setattr(type(fused), "logits", lambda *given: seen.append(given[1].adapted) or own(*given))
         found = [each.token_ids for each in llm.generate([[7, 8]] * 3, params, adapter=names)]
     assert found == wanted and len({*map(tuple, found)}) == 3
-    assert any(each is None for each in seen) and any(each is not None for each in seen) == (quantization is None)
+    assert any(each is None for each in seen) and any(each is not None for each in seen) == (
+        fuses and quantization is None
+    )

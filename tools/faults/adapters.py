@@ -132,7 +132,7 @@ FAULTS = (
     Fault(
         "one row with an adapter does not run the fused step",
         "minillm/runner/decode_graphs.py",
-        "(batch.adapted is None or fused.takes_adapters)",
+        "(FUSES_ADAPTERS and fused.takes_adapters)",
         "batch.adapted is None",
         f"{GRAPHS} -k fused_step",
     ),

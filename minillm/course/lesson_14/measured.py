@@ -101,9 +101,12 @@ def costs_table() -> str:
 
 
 def ways_table(ways: Sequence[Way]) -> str:
-    """Output tokens/s of one GPU, of two that share a model, and of two replicas, in brackets as multiples of one."""
-    lines = [f"{'output tokens/s':14}{'requests':>12}{'one GPU':>10}{'two share it':>18}{'two replicas':>18}"]
+    """Output tokens/s of one GPU, of two that share a model, and of two replicas, in brackets as multiples of one.
+
+    A last line says that each replica has all requests of its row.
+    """
+    lines = [f"{'output tokens/s':14}{'requests':>12}{'one GPU':>10}{'two share it':>18}{'two replicas*':>19}"]
     for way in ways:
         both = "".join(f"{f'{speed:,.0f} ({speed / way.one:.2f})':>18}" for speed in (way.shared, way.replicas))
         lines.append(f"{way.model:15}{way.requests:12}{way.one:10,.0f}{both}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "* each with so many requests: twice as many in all"])

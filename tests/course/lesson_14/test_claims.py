@@ -136,8 +136,8 @@ def test_what_two_gpus_gain():
 
 def test_replicas_win_throughput_and_sharing_wins_the_latency_of_a_request():
     lesson.says(
-        "do twice the work with no exchange at all, if there are enough requests, and each request takes as long as on "
-        "one GPU.",
+        "do twice the work with no exchange at all, if there are enough requests: in the table each has all the "
+        "requests of its row, so both together have twice as many, and a single request is no faster than on one GPU.",
         "replicas win throughput, and tensor parallelism the latency of a request.",
     )
     for way in measured.ways():
