@@ -17,7 +17,7 @@ from minillm import LLM, SamplingParams
 from minillm.bench import records
 from minillm.ops import reference
 
-SECONDS, CHUNK = 0.02, 16
+SECONDS, CHUNK = 0.08, 16
 MODEL = {"device": "cpu", "cpu_threads": 1, "num_blocks": 256, "enable_prefix_caching": False}
 
 
