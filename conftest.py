@@ -41,16 +41,13 @@ LONG_LESSONS = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means: a process for each core, and one more, because tests of servers and ranks wait.
-
-    On a GPU one, since an engine takes most of its memory.
-    """
+    """What `-n auto` means: a process for each core; on a GPU one, since an engine takes most of its memory."""
     import torch
 
     if torch.cuda.is_available():
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores + 1, MOST_PROCESSES)
+    return min(cores, MOST_PROCESSES)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -11,7 +11,6 @@ from minillm.runner import decode_graphs
 from minillm.runner.executor import WatchedExecutor
 from tests import models, peft_files
 from tests.emulated_graphs import emulated_graphs
-from tests.proofs import only_in_proofs
 
 pytest.importorskip("triton", reason="graphs need triton, which is not installed here")
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
@@ -114,7 +113,8 @@ class SeenSlots(WatchedExecutor):
         return super().launch(step)
 
 
-@pytest.mark.parametrize(("fuses", "quantization"), [(True, None), *only_in_proofs((True, "int8"), (False, None))])
+@pytest.mark.proof
+@pytest.mark.parametrize(("fuses", "quantization"), [(True, None), (True, "int8"), (False, None)])
 def test_one_row_with_an_adapter_runs_the_fused_step_of_dense_weights(
     fuses, quantization, directory, adapters, monkeypatch
 ):

@@ -112,6 +112,7 @@ def test_what_an_adapter_adds_is_in_the_same_launches(name, tmp_path):
     equal_to_the_unfused_step(model, slots(model, tmp_path))
 
 
+@pytest.mark.proof
 def test_what_an_adapter_adds_to_long_rows_and_before_biases(tmp_path):
     changes = {"head_dim": 16, "intermediate_size": 4128, "num_hidden_layers": 1}
     model = load("llama-biases", tmp_path / "model", **changes)

@@ -31,6 +31,7 @@ def four():
         yield ranks
 
 
+@pytest.mark.proof
 def test_two_ranks_generate_one_devices_tokens_with_all_options_of_sampling(two):
     stats = assert_the_same(two, None, *(each[:11] for each in requests()), divided=BETWEEN_TWO, **TIGHT)
     assert stats["preemptions"] > 0 and stats["prefix_hit_tokens"] > 0

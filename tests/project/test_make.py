@@ -147,6 +147,6 @@ def processes(monkeypatch):
     return count
 
 
-def test_there_is_one_process_more_than_cores_up_to_a_limit_and_only_one_on_a_gpu(processes):
-    assert [processes(cores) for cores in (1, 2, 8, 64)] == [2, 3, 8, 8]
+def test_there_is_one_process_per_core_up_to_a_limit_and_only_one_on_a_gpu(processes):
+    assert [processes(cores) for cores in (1, 2, 8, 64)] == [1, 2, 8, 8]
     assert processes(8, gpu=True) == 1

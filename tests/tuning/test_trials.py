@@ -185,6 +185,7 @@ def test_a_kernel_whose_default_launch_fails_is_an_error():
         trials.tune(problem, default, trial, lambda calls: 1.0)
 
 
+@pytest.mark.proof
 @interpreted
 @torch.inference_mode()
 def test_every_step_is_heard_and_timed_with_the_current_launches_even_if_it_was_captured_before(small, monkeypatch):
