@@ -798,5 +798,6 @@ print(f"for an operation's input, its output and the residual, at most: {alive /
 #
 # **Next:** you have now seen every layer of the engine, and written a part of nearly all of them: tokens, attention and
 # its cache, kernels, quantized weights, blocks, scheduling. So far, none of your parts has had a user. The last lesson,
-# 99, puts what you wrote behind a server and measures what users wait for under load. The lesson numbers in between are
-# reserved for further topics. `docs/left_out.md` lists what the course leaves out.
+# 99, puts what you wrote behind a server and measures what users wait for under load; you can go there now. Lessons 13
+# to 15 (speculative decoding, several GPUs, adapters and other prompts) are for those who want to go on first. The
+# other numbers in between are free: `docs/left_out.md` lists what the course leaves out.
