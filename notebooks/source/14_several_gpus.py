@@ -228,7 +228,8 @@ compare("different sums", unit="of 1,000", prediction=guess_different, measured=
 #
 # **Exercise 2 (12 minutes).** Write the all-reduce. Sum in the order of ranks, $((x_0 + x_1) + x_2) + \dots$ In 16
 # bits each addition would round away much, so add in float32 at least (`torch.promote_types(x.dtype,
-# torch.float32)`), and convert the sum back.
+# torch.float32)`), and convert the sum back. Add one part after another: `torch.sum` over a stack has an order of its
+# own.
 #
 # For example, two ranks with `[1, 2]` and `[10, 20]` both get `[11, 22]`.
 

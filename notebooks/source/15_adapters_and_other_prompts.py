@@ -230,7 +230,7 @@ compare("20 begin right", unit="directions", prediction=guess_rank, measured=fir
 # $W$ keeps its values, and gets no gradient. `up` ($B$) begins as zeros, so that training starts from the model as it
 # is; `down` ($A$) begins as random numbers, since with both at zero neither would have a gradient. The factor
 # $\alpha / r$ was meant to spare a new learning rate for each rank; $\sqrt{r}$ in place of $r$ does it better
-# (Kalajdzievski 2023). Files of adapters say what $\alpha$ was. Ours is the rank, so the factor is 1.
+# (Kalajdzievski 2023). Files of adapters say what $\alpha$ was. The crier's is its rank, so its factor is 1.
 
 
 # %%
@@ -279,8 +279,9 @@ for question, mine, plain in zip(style.asked[:3], style.answers("crier"), style.
 
 # %% [markdown]
 # At the same low rank, trained factors do better than cut ones: if there is room for four directions only, training
-# finds better ones than the first four of a change that had room for all. One run proves little. A committed record has
-# five, each with other questions and other random numbers:
+# finds better ones than the first four of a change that had room for all. (Only the style is counted. So short a
+# training also costs some of what the model knew: read what the answers say.) One run proves little. A committed
+# record has five, each with other questions and other random numbers:
 
 # %%
 draw.recorded_ranks()
@@ -427,7 +428,8 @@ constant, at 7.5. Grouped rises from 5 to 7.5, where both meet, since each token
 # The engine has room for some adapters on the device: its **slots**. Slot 0 stands for none. Each token of a batch has
 # a number, the slot of its request's adapter. And for each matrix, the factors of all slots are in two tensors, `down`
 # [slots, rank, in] and `up` [slots, out, rank], so that changing an adapter means to overwrite its slot. (Adapters of a
-# smaller rank are filled up with zeros, which add nothing.)
+# smaller rank are filled up with zeros, which add nothing. The factor $\alpha / r$ is multiplied into `up` when an
+# adapter is loaded, so no product needs it.)
 
 # %%
 draw.batch([1, 2, 1, 0, 1], ["", "pirate", "crier"])
@@ -623,9 +625,9 @@ for (answer, cached), (right, usual) in zip(found, first):
 # cache outside of the engine needs a hash of the adapter's files.
 #
 # **Exercise 4 (8 minutes).** Write the table of names. `cache_key` returns a tuple of strings and whole numbers, the
-# salt among them, and the tuple is the same in every process, since a router computes it too (what Python's `hash`
-# returns is not). It is equal for two requests if they may share keys and values, and only then: the same salt, and the
-# same load or both without an adapter.
+# salt among them. The same loads give the same tuples in every process, since a router computes them too (what Python's
+# `hash` returns differs). A tuple is equal for two requests if they may share keys and values, and only then: the same
+# salt, and the same load or both without an adapter.
 #
 # For example, after `load("pirate")`, two calls of `cache_key("", "pirate")` return equal tuples.
 
