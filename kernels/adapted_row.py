@@ -9,11 +9,11 @@ or pieces of them if they are long. All programs multiply their rows of W, keep 
 their rows of B times h to all of them, before bias, activation and rounding. The helpers tell h in 8-byte words that
 carry the number of the step, as GPUs tell each other parts of a sum (`peers`): who sees this step's number has h.
 
-Helpers tell before they ask, and a GPU starts programs in the order of their numbers, so nobody waits for a program
-that cannot start. (NVIDIA's CUB relies on that order, too: "Blocks are launched in increasing order", agent_scan.cuh.
-A helper stays on the chip until all have told, so there are no more helpers than programs that run at a time.) All sums
-are in a fixed order. The slot of the row's adapter is read on the device, so one captured graph serves all adapters;
-slot 0 is none: then nothing of A and B is read, and nobody waits.
+Helpers tell before they ask, and a GPU starts programs in the order of their numbers, so none waits for a program that
+cannot start. (NVIDIA's CUB relies on that order, too, in agent_scan.cuh. A helper stays on the chip until all have
+told, so there are no more helpers than programs that run at a time.) All sums are in a fixed order. The slot of the
+row's adapter is read on the device, so one captured graph serves all adapters; slot 0 is none: then nothing of A and B
+is read, and no program waits.
 """
 
 from typing import NamedTuple

@@ -15,7 +15,7 @@ from minillm.errors import RankFailed
 from minillm.model.loader import EMBEDDED
 from tests import models
 from tests.chance import SEED
-from tests.engine.test_engine_on_gpu import same_until_a_tie
+from tests.engine.test_engine_on_gpu import exact_products, same_until_a_tie  # noqa: F401
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
@@ -23,14 +23,6 @@ SINGLE = {"dtype": "float32", "device": "cuda", "num_blocks": 400, "max_num_seqs
 PLAIN = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True, logprobs=2)
 TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_products():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture(scope="module")
