@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, Unpack
 
+from minillm import garbage
 from minillm.config import EngineOptions
 from minillm.errors import EngineClosed, naming
 from minillm.request import Completion, Prompt, RequestOptions, SamplingParams
@@ -35,6 +36,7 @@ class LLM:
         self.model_config = engine.model_config
         self.config = engine.config
 
+    @garbage.young()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

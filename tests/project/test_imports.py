@@ -55,7 +55,7 @@ LAYERS = (
         "config",
         "lazy_imports",
     ),
-    *("values", "errors", "version", "cores", "folders", "kernels"),
+    *("values", "errors", "version", "cores", "folders", "garbage", "kernels"),
 )
 
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
-from minillm.server import garbage
+from minillm import garbage
 from minillm.server.config import ServerConfig
 from minillm.server.control import Control
 from minillm.server.engine_side.hub import Hub

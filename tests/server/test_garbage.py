@@ -5,36 +5,9 @@ import gc
 import weakref
 from contextlib import contextmanager
 
-import pytest
-
-from minillm.server import garbage
 from minillm.server.serving import running
 from tests.server.in_process import worker_here
-
-
-@pytest.fixture(autouse=True)
-def frozen_as_before():
-    """What conftest.py has frozen stays so: collections in other tests would visit all tests."""
-    before = gc.get_freeze_count()
-    yield
-    if before and not gc.get_freeze_count():
-        gc.freeze()
-
-
-class Ring:
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_garbage_is_collected_before_and_inside_but_what_stays_is_not_visited():
-    before, kept = weakref.ref(Ring()), Ring()
-    with garbage.frozen():
-        assert before() is None and gc.get_freeze_count() > 0
-        assert not any(each is kept for each in gc.get_objects())
-        inside = weakref.ref(Ring())
-        gc.collect()
-        assert inside() is None
-    assert any(each is kept for each in gc.get_objects())
+from tests.test_garbage import Ring, frozen_as_before  # noqa: F401  a fixture
 
 
 def test_a_server_in_the_users_process_leaves_the_users_garbage_to_the_collector(engine):

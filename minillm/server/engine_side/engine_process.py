@@ -11,9 +11,10 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from minillm import garbage
 from minillm.config import EngineOptions
 
-from .. import control, garbage, logs
+from .. import control, logs
 from ..config import ServerConfig
 from ..control import Control
 from ..limits import BEAT

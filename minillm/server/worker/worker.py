@@ -12,7 +12,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .. import control, garbage, logs
+from minillm import garbage
+
+from .. import control, logs
 from ..config import ServerConfig
 from ..control import Control
 from ..limits import BEAT, FLUSH, RELINK, SWITCH_INTERVAL
