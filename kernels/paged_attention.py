@@ -55,6 +55,7 @@ from .gathered_keys import gather, gathers
 LOG2E = tl.constexpr(1.4426950408889634)
 # Weights times their values' scales are float16 numbers up to 2^8: the larger, the smaller weights they can hold.
 LOG2_WEIGHT = tl.constexpr(8)
+RAGGED = tl.constexpr(1 << 30)  # see `_ragged`
 
 
 @triton.jit
@@ -80,8 +81,19 @@ def _tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _described(at, row, start, column, length, KEYS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr):
+    """A tile of a row's keys or values from a descriptor. PACKED: from `_ragged`, with zeros from `length` on."""
+    if PACKED:
+        tile = at.load([RAGGED, row + length, RAGGED - length + start, column])
+        tile = tl.reshape(tile, [KEYS, DIM])
+    else:
+        tile = at.load([row + start, column])
+    return tile
+
+
+@triton.jit
 def _attend(
-    q, positions, first, last, held, seen_first, seen_last, inside, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+    q, positions, first, last, held, seen_first, seen_last, length, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
     cos_sin_ptr, scale, block_stride, slot_stride, scale_stride, row, column,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr, PHASES: tl.constexpr, LARGE: tl.constexpr,
@@ -90,10 +102,10 @@ def _attend(
     """q [ROWS, DIM] against keys first..last-1 -> (output * total, maximum, total), exponents in base 2.
 
     held: keys before it are not read, as their blocks may be another row's; None: there are none. Without a table,
-    k_ptr and v_ptr are descriptors of gathered keys and values, which begin at (row, column). PRODUCT: the type of the
-    products' operands. All rows see the keys seen_first..seen_last-1: PHASES 1 masks their tiles too, 2 does not, 3 is
-    for a window. LARGE: 32 bits cannot count the cache's numbers. FAST: see `_tanh`. PACKED: another row's keys follow
-    those of this one, in the tiles that begin at `inside` or later.
+    k_ptr and v_ptr are descriptors of gathered keys and values, which begin at (row, column), or (PACKED) of those that
+    `_ragged` describes: of them `length` are this row's. PRODUCT: the type of the products' operands. All rows see the
+    keys seen_first..seen_last-1: PHASES 1 masks their tiles too, 2 does not, 3 is for a window. LARGE: 32 bits cannot
+    count the cache's numbers. FAST: see `_tanh`.
     """
     dims, offsets = tl.arange(0, DIM), tl.arange(0, KEYS)
     ALIGNED: tl.constexpr = WINDOW == 0 and KEYS % BLOCK_SIZE == 0  # tiles begin with a block
@@ -113,18 +125,14 @@ def _attend(
     else:
         out = tl.zeros([ROWS, DIM], tl.float32)
     unmasked = first + tl.cdiv(tl.maximum(seen_first - first, 0), KEYS) * KEYS
-    if PACKED:
-        unmasked = tl.minimum(unmasked, inside)
     masked = tl.minimum(unmasked + tl.maximum(seen_last - unmasked, 0) // KEYS * KEYS, last)
     begin = first
-    for phase in tl.static_range(3 - PHASES, 4 if PACKED else 3):
+    for phase in tl.static_range(3 - PHASES, 3):
         end = last
         if phase == 0:
             end = tl.minimum(unmasked, last)
         elif phase == 1:
             end = masked
-        elif phase == 2 and PACKED:
-            end = tl.minimum(inside, last)
         for start in range(begin, end, KEYS):
             keys = start + offsets
             present = keys < last
@@ -145,7 +153,7 @@ def _attend(
                 if cos_sin_ptr is not None:
                     k = _rotated(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
             else:
-                k = k_ptr.load([row + start, column]).to(PRODUCT)
+                k = _described(k_ptr, row, start, column, length, KEYS, DIM, PACKED).to(PRODUCT)
             # "ieee" keeps float32 products exact: the default, tf32, has a mantissa of 10 bits.
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if k_scale_ptr is not None:
@@ -185,9 +193,7 @@ def _attend(
                 if table_ptr is not None:
                     v = to_numbers(tl.load(v_ptr + at, mask=present[:, None], other=0), PRODUCT)
                 else:
-                    v = v_ptr.load([row + start, column]).to(PRODUCT)
-                    if phase == 3:  # zero times another row's values might not be a number
-                        v = tl.where(present[:, None], v, 0.0)
+                    v = _described(v_ptr, row, start, column, length, KEYS, DIM, PACKED).to(PRODUCT)
                 out = out * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
         begin = end
     if words:
@@ -291,9 +297,8 @@ def prefill_kernel(
         k_scale_ptr += kv_head
         v_scale_ptr += kv_head
     begin = start if PACKED else row * ROOM
-    inside = first + (length - first) // KEYS * KEYS
     out, maximum, total = _attend(
-        q, positions, first, last, None, seen_first, earliest + 1, inside, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        q, positions, first, last, None, seen_first, earliest + 1, length, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr, cos_sin_ptr, scale, block_stride, slot_stride, kv_heads, begin.to(tl.int32), kv_head * DIM,
         ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 3 if WINDOW > 0 else 2, LARGE, FAST, PACKED,
     )  # fmt: skip
@@ -407,8 +412,21 @@ def _new_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowArgume
     kv_heads, dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     config = _contiguous_config(q, group, triton.cdiv(rows.max_queries * group, 128) * count * kv_heads)
-    one, other = (TensorDescriptor.from_tensor(each.flatten(1), [config.keys, dim]) for each in (k, v))
+    one, other = (_ragged(each.flatten(1), [config.keys, dim]) for each in (k, v))
     return _Keys(one, other, kv_heads, 2 * k.numel() * k.element_size(), config)
+
+
+def _ragged(matrix: torch.Tensor, tile: list[int]) -> TensorDescriptor:
+    """A descriptor of a matrix [tokens, columns] whose tiles end with any token: after it they have zeros.
+
+    Else a row's last tile would have values of the next row, and zero times these might not be a number. A tensor's
+    rows end where its shape says, so the shape here has RAGGED rows, and a tile begins so many before the last one.
+    Two more dimensions move the tile back to its tokens: addresses have 64 bits, so RAGGED times 2^34 is nothing. (As
+    in Triton's `tools/ragged_tma.py`.)
+    """
+    stride, most = matrix.stride(0), 2**31 - 1
+    shape, strides = [most, most, RAGGED.value, matrix.shape[1]], [2**34 - stride, stride, stride, 1]
+    return TensorDescriptor(matrix, shape, strides, [1, 1, *tile])
 
 
 def _contiguous_config(q: torch.Tensor, group: int, programs: int) -> "AttentionConfig":

@@ -109,7 +109,7 @@ def narrowed(keys, sums, goal, low, high, over):
 @triton.jit
 def estimate(
     row_ptr, low, high, bottom, top, rate, goal, tail, VOCAB, CHUNKS, MASS: tl.constexpr, SHIFT: tl.constexpr,
-    WAYS: tl.constexpr, CHUNK: tl.constexpr,
+    WAYS: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """About the limit that `search` finds, from four chunks that are read once.
 
@@ -126,7 +126,7 @@ def estimate(
     if MASS:
         weights = _weight(a, top, rate, True) + _weight(b, top, rate, True)
         part = tl.sum(weights + _weight(c, top, rate, True) + _weight(d, top, rate, True), 0) - tail * size
-    for _ in range(4):
+    for _ in range(ROUNDS):
         keys = _between(low, high, bottom, True, SHIFT, WAYS)
         values, sums = from_key(keys, SHIFT), tl.zeros([WAYS, CHUNK], tl.float32)
         sums = _tested(sums, a, _weight(a, top, rate, MASS), values)

@@ -53,10 +53,10 @@ def chunk_mass_kernel(
     maximum = tl.max(logits, 0)
     at = row * CHUNKS + chunk
     tl.store(maximum_ptr + at, maximum)
-    # Differences before the division, so that no exponent is above 0, however small the temperature.
+    # Differences before the product, so that no exponent is above 0, however small the temperature.
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
     if temperature > 0:
-        tl.store(mass_ptr + at, tl.sum(tl.exp((logits - shift) / temperature), 0))
+        tl.store(mass_ptr + at, tl.sum(tl.exp2((logits - shift) * truncation.rate(temperature)), 0))
     else:
         tl.store(argmax_ptr + at, chunk * CHUNK + tl.argmax(logits, 0))
     if by_span | scored:
@@ -72,7 +72,8 @@ def _choose(
 ):  # fmt: skip
     """The token at which the sum of exp(z) exceeds a share of the sum of all."""
     chunks, maximum = tl.arange(0, CHUNKS_TILE), tl.max(maxima, 0)
-    mass = mass * tl.exp((maxima - maximum) / temperature)
+    rate = truncation.rate(temperature)
+    mass = mass * tl.exp2((maxima - maximum) * rate)
     goal = uniform * tl.sum(mass, 0)
     # Running sums are rounded: only an entry with positive mass may be chosen, and the last such entry if rounding
     # leaves the goal above the total.
@@ -83,7 +84,7 @@ def _choose(
 
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(row_ptr + columns, mask=columns < VOCAB, other=float("-inf"))
-    weights = tl.exp((logits.to(tl.float32) - maximum) / temperature)
+    weights = tl.exp2((logits.to(tl.float32) - maximum) * rate)
     last = tl.max(tl.where(weights > 0, columns, 0), 0)
     return tl.min(tl.where((tl.cumsum(weights, 0) > goal) & (weights > 0), columns, last), 0)
 
@@ -278,7 +279,7 @@ def _sample(
         tiled |= {"SHIFT": truncation.SHIFTS[logits.dtype], "DONE": truncation.DONE.value}
         chunk_mass_kernel[(rows, chunks)](
             logits, temperature, *asked, scored, maximum, argmax, mass, unscaled, span_maximum, *sizes,
-            TRUNCATES=truncates, SCORES=count > 0, num_warps=8, **options,
+            TRUNCATES=truncates, SCORES=count > 0, num_warps=4, **options,
         )  # fmt: skip
         few, window = (torch.empty((rows, n), dtype=torch.int32, device=logits.device) for n in (truncation.FEW, 2))
         choose_kernel[(rows,)](
@@ -290,6 +291,6 @@ def _sample(
             finish_kernel[(rows,)](
                 logits, temperature, uniform, *asked, scored, maximum, mass, unscaled, span_maximum, window, beyond,
                 counts, out, ids, scores, *sizes, WINDOW=truncation.WINDOW.value, MOST_SCORED=MOST_SCORED,
-                SCORES=count > 0, num_warps=16, **parts, **tiled,
+                SCORES=count > 0, num_warps=8, **parts, **tiled,
             )  # fmt: skip
     return out, ids, scores

@@ -46,6 +46,7 @@ WINDOW = tl.constexpr(256)  # keys that are counted one by one, at most
 NARROW, REACH = tl.constexpr(32), tl.constexpr(0.0866)  # a window's keys at least, and z above and below its middle
 PARTS = 16  # of a row
 SAMPLED = tl.constexpr(16)  # chunks of a row, at least, if some are a sample of it
+ROUNDS = tl.constexpr(3)  # in which a sample is searched: its own error is larger than what a fourth would add
 DONE, SEARCH = tl.constexpr(-(1 << 31)), tl.constexpr(1 - (1 << 31))  # in place of the first key that is counted
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits of a float32 that are 0 in each dtype
 
@@ -80,16 +81,20 @@ def _draw(
                     columns = chunk * CHUNK + tl.arange(0, CHUNK)
                     x = load_chunk(row_ptr, chunk, VOCAB, CHUNK)
                     same = (x == limit) & (columns < VOCAB)
-                    rank = seen + tl.cumsum(same.to(tl.int32), 0)
                     weight = tl.exp2((x - top) * rate)
-                    kept = ((x > limit) | (same & (rank <= equals))) & (weight > 0)
-                    sums = running + tl.cumsum(tl.where(kept, weight, 0.0), 0)
-                    here = tl.min(tl.where(kept & (sums > goal), columns, VOCAB), 0)
-                    last = tl.maximum(last, tl.max(tl.where(kept, columns, -1), 0))
-                    token = tl.where((token < 0) & (here < VOCAB), here, token)
-                    running = tl.max(sums, 0)
-                    seen += tl.sum(same.to(tl.int32), 0)
-                token = tl.where(token < 0, last, token)  # rounding left the goal above the sum
+                    count = tl.sum(same.to(tl.int32), 0)
+                    larger = tl.sum(tl.where(x > limit, weight, 0.0), 0)
+                    added = larger + tl.minimum(count, tl.maximum(equals - seen, 0)) * each
+                    if (token < 0) & (running + added > goal):
+                        rank = seen + tl.cumsum(same.to(tl.int32), 0)
+                        kept = ((x > limit) | (same & (rank <= equals))) & (weight > 0)
+                        sums = running + tl.cumsum(tl.where(kept, weight, 0.0), 0)
+                        here = tl.min(tl.where(kept & (sums > goal), columns, VOCAB), 0)
+                        newest = tl.max(tl.where(kept, columns, -1), 0)  # if rounding left the goal above the sum
+                        token = tl.where(here < VOCAB, here, newest)
+                    running += added
+                    seen += count
+                last = first
             else:
                 running += added
                 seen += count
@@ -193,10 +198,16 @@ def _choose_of_few(
 
 
 @triton.jit
+def rate(temperature):
+    """A factor: exp(x / temperature) = exp2(x * rate). A product takes less time than a division."""
+    return tl.minimum(1.4426950408889634 / temperature, 3e38)
+
+
+@triton.jit
 def scale(maxima, temperature):
     """The largest logit of a row, and a factor: exp(z) = exp2((logit - top) * rate)."""
     top = tl.max(maxima, 0) + 0.0  # -0 is 0, as in `load_chunk`: a search up to the key of -0 would miss that of 0
-    return top, tl.minimum(1.4426950408889634 / temperature, 3e38)
+    return top, rate(temperature)
 
 
 @triton.jit
@@ -237,7 +248,7 @@ def choose_truncated(
                     low, high = key_from(bottom, SHIFT).to(tl.int64), to_key(top, SHIFT).to(tl.int64) + 1
                     near = estimate(
                         row_ptr, low, high, bottom, top, rate, top_p * total, (1.0 - top_p) * total, VOCAB, CHUNKS,
-                        True, SHIFT, 8, CHUNK,
+                        True, SHIFT, 8, ROUNDS, CHUNK,
                     )  # fmt: skip
                     middle, reach = to_key(near, SHIFT), REACH / rate
                     farthest = tl.maximum(to_key(near + reach, SHIFT) - middle, middle - to_key(near - reach, SHIFT))
@@ -295,11 +306,14 @@ def count_kernel(
         tl.store(counts_ptr + keys, tl.zeros([WINDOW], tl.int32), mask=keys < width)
         tl.debug_barrier()
         beyond = tl.zeros([THREADS], tl.float32)
-        end = tl.minimum((part + 1) * PART * CHUNK, VOCAB)
-        for start in range(part * PART * CHUNK, end, 8 * THREADS):
-            columns = start + tl.arange(0, 8 * THREADS)
-            x = tl.load(logits_ptr + row * row_stride + columns, mask=columns < end, other=float("-inf"))
-            x = x.to(tl.float32) + 0.0
+        begin, end = part * PART * CHUNK, tl.minimum((part + 1) * PART * CHUNK, VOCAB)
+        row_ptr = logits_ptr + row * row_stride
+        columns = begin + tl.arange(0, 8 * THREADS)
+        following = tl.load(row_ptr + columns, mask=columns < end, other=float("-inf"))
+        for _ in range(begin, end, 8 * THREADS):
+            x = following.to(tl.float32) + 0.0
+            columns += 8 * THREADS
+            following = tl.load(row_ptr + columns, mask=columns < end, other=float("-inf"))
             index = to_key(x, SHIFT) - first
             weight = tl.where(index >= width, tl.exp2((x - top) * rate), 0.0)
             beyond += tl.sum(tl.reshape(weight, [THREADS, 8]), 1)
@@ -402,7 +416,7 @@ def _limit(
         bottom = tl.maximum(tl.maximum(limit, top - 4 * (top - lowest)), -3e38)
         near, goal, low = unknown, top_k.to(tl.float32), key_from(limit, SHIFT).to(tl.int64)
         if (CHUNKS >= SAMPLED) & (top_k > CHUNKS):
-            near = estimate(row_ptr, low, end, bottom, top, rate, goal, 0.0, VOCAB, CHUNKS, False, SHIFT, 4, CHUNK)
+            near = estimate(row_ptr, low, end, bottom, top, rate, goal, 0.0, VOCAB, CHUNKS, False, SHIFT, 4, 4, CHUNK)
         unit = tl.abs(near) / 256 + (top - bottom) / 512
         key, over = search(
             row_ptr, maximum_ptr, low, end, none, near, unit, bottom, top, rate, goal, VOCAB, CHUNKS, False, SHIFT, 4,
@@ -421,7 +435,7 @@ def _limit(
         least = tl.maximum(limit, least_of_mass(top, temperature, tail, VOCAB))
         near, low = unknown, key_from(least, SHIFT).to(tl.int64)
         if CHUNKS >= SAMPLED:
-            near = estimate(row_ptr, low, end, least, top, rate, goal, tail, VOCAB, CHUNKS, True, SHIFT, 8, CHUNK)
+            near = estimate(row_ptr, low, end, least, top, rate, goal, tail, VOCAB, CHUNKS, True, SHIFT, 8, 4, CHUNK)
         unit = tl.abs(near) / 256 + 0.003 / rate
         key, over = search(
             row_ptr, maximum_ptr, low, end, none, near, unit, least, top, rate, goal, VOCAB, CHUNKS, True, SHIFT, 8,

@@ -468,13 +468,13 @@ def test_of_equal_logits_as_many_are_kept_as_asked(vocab, device):
         assert kernels.sample(logits, ones, uniform, truncation).equal(wanted), (top_k, top_p)
 
 
-def test_equal_logits_beyond_those_kept_are_not_counted_in_any_chunk(device):
-    kept, vocab = 20_000, 70_000
-    logits, ones = torch.zeros(2, vocab, device=device), torch.ones(2, device=device)
-    logits[:, -1] = math.log(kept)  # as likely as all others that are kept
+@pytest.mark.parametrize(("kept", "likely"), [(20_000, 69_999), (2_000, 16_383)])
+def test_equal_logits_beyond_those_kept_are_not_counted_in_any_chunk(kept, likely, device):
+    logits, ones = torch.zeros(2, 70_000, device=device), torch.ones(2, device=device)
+    logits[:, likely] = math.log(kept)  # as likely as all others that are kept
     uniform, truncation = torch.tensor([0.45, 0.55], device=device), Truncation(ones * 0, (ones * kept).int() + 1, ones)
     below, beyond = kernels.sample(logits, ones, uniform, truncation).tolist()
-    assert abs(below - 0.9 * kept) < 10 and beyond == vocab - 1
+    assert abs(below - 0.9 * kept) < 10 and beyond == likely
 
 
 def test_a_limit_between_equal_logits_and_one_that_keeps_all(device):

@@ -13,8 +13,8 @@ FAULTS = (
     Fault(
         "a prompt's last keys are multiplied with the values of the next prompt",
         ATTENTION,
-        "if phase == 3:",
-        "if phase == 4:",
+        "[RAGGED, row + length, RAGGED - length + start, column]",
+        "[RAGGED, row + length + KEYS, RAGGED - length - KEYS + start, column]",
         "tests/kernels/test_kernels.py -k new_ones",
     ),
     Fault(
@@ -377,7 +377,14 @@ FAULTS = (
     Fault(
         "equal logits are counted from the first of each group of chunks",
         TRUNCATION,
-        "                seen += count\n",
+        "                seen += count\n                if",
+        "                if",
+        "tests/kernels/test_kernels.py -k beyond_those_kept",
+    ),
+    Fault(
+        "equal logits are counted from the first of each chunk",
+        TRUNCATION,
+        "                    seen += count\n",
         "",
         "tests/kernels/test_kernels.py -k beyond_those_kept",
     ),
