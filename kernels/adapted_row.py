@@ -42,6 +42,19 @@ AGAIN:
     setp.ne.b32 early, step, $2;
     @early bra AGAIN;
 }""")
+WAIT_FOR_TWO = tl.constexpr("""{
+    .reg .b32 number, one, other;
+    .reg .pred early;
+AGAIN:
+    ld.relaxed.gpu.global.b64 $0, [$2];
+    ld.relaxed.gpu.global.b64 $1, [$3];
+    mov.b64 {number, one}, $0;
+    mov.b64 {number, other}, $1;
+    setp.ne.b32 early, one, $4;
+    @early bra AGAIN;
+    setp.ne.b32 early, other, $4;
+    @early bra AGAIN;
+}""")
 
 
 class LowRankTerm(NamedTuple):
@@ -72,6 +85,34 @@ def _told(inner_ptr, index, mask, step, COMPILED: tl.constexpr):
     else:
         told = tl.load(at)
     return tl.where(mask, told.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def _told_twice(inner_ptr, first, second, mask, step, COMPILED: tl.constexpr):
+    """As `_told`, at two indices whose words are waited for at once."""
+    if COMPILED:
+        one, other = inner_ptr + tl.where(mask, first, 0), inner_ptr + tl.where(mask, second, 0)
+        steps = tl.zeros(first.shape, tl.int32) + step
+        one, other = tl.inline_asm_elementwise(
+            WAIT_FOR_TWO, "=&l,=&l,l,l,r", [one.to(tl.int64), other.to(tl.int64), steps],
+            dtype=(tl.int64, tl.int64), is_pure=False, pack=1,
+        )  # fmt: skip
+        one = tl.where(mask, one.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+        other = tl.where(mask, other.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+    else:
+        one = _told(inner_ptr, first, mask, step, COMPILED)
+        other = _told(inner_ptr, second, mask, step, COMPILED)
+    return one, other
+
+
+@triton.jit
+def _kept(sums, tiles, tile, y, TILE: tl.constexpr):
+    """The sums [TILES, TILE] of a program with those of one more tile, y [TILE]."""
+    if TILE == 1:  # as a number: a tensor would be exchanged between the warps once more
+        kept = tl.where((tiles == tile)[:, None], tl.sum(y, 0), sums)
+    else:
+        kept = tl.where((tiles == tile)[:, None], y[None, :], sums)
+    return kept
 
 
 @triton.jit
@@ -146,19 +187,18 @@ def adapted_rows_kernel(
         y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
         if tile < 0:
             tl.store(inner_ptr + entries, packed(y, step), mask=entries < end)
-        sums = tl.where((tiles == tile)[:, None], y[None, :], sums)
+        sums = _kept(sums, tiles, tile, y, TILE)
         weight = next_weight
         if GATED:
             next_up = tl.load(at + UP, mask=mask, other=0.0)
             y = tl.sum(up.to(tl.float32) * x[None, :], 1)
-            up_sums = tl.where((tiles == tile)[:, None], y[None, :], up_sums)
+            up_sums = _kept(up_sums, tiles, tile, y, TILE)
             up = next_up
     y = tl.reshape(sums, [TILES * TILE])
     if GATED:
         factor = tl.reshape(up_sums, [TILES * TILE])
         if slot > 0:
-            inner = _told(inner_ptr, ranks, ranks < RANK, step, COMPILED)
-            up_inner = _told(inner_ptr, RANK + ranks, ranks < RANK, step, COMPILED)
+            inner, up_inner = _told_twice(inner_ptr, ranks, RANK + ranks, ranks < RANK, step, COMPILED)
             y += tl.sum(b.to(tl.float32) * inner[None, :], 1)
             factor += tl.sum(up_b.to(tl.float32) * up_inner[None, :], 1)
     elif slot > 0:
@@ -173,6 +213,13 @@ def adapted_rows_kernel(
     if GATED:
         y = activated(y, GELU) * factor
     tl.store(out_ptr + own, y.to(kind), mask=own < ROWS)
+
+
+@triton.jit
+def _piece(a_ptr, each, last, COLUMNS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """PIECE columns of a row of A, by the piece's number; zeros from the `last` one on."""
+    columns = each % PIECES * PIECE + tl.arange(0, PIECE)
+    return tl.load(a_ptr + each // PIECES * COLUMNS + columns, mask=(columns < COLUMNS) & (each < last), other=0.0)
 
 
 @triton.jit
@@ -191,14 +238,17 @@ def adapted_long_rows_kernel(
     weight = tl.load(at, mask=real & (columns < COLUMNS)[None, :], other=0.0)
     slot = tl.load(slots_ptr)
     b = _factor(b_ptr + slot * b_stride, rows, (rows < ROWS) & (slot > 0), RANK, RANK_TILE)
+    a_ptr += slot * a_stride
+    last = tl.where((slot > 0) & (program < HELPERS), RANK * PIECES, 0)
+    a = _piece(a_ptr, program, last, COLUMNS, PIECE, PIECES)
     wait_for_inputs(DEPENDENT)
     step = tl.load(step_ptr)
-    if (slot > 0) & (program < HELPERS):
-        for each in tl.range(program, RANK * PIECES, HELPERS, num_stages=1):
-            few = each % PIECES * PIECE + tl.arange(0, PIECE)
-            a = tl.load(a_ptr + slot * a_stride + each // PIECES * COLUMNS + few, mask=few < COLUMNS, other=0.0)
-            x = tl.load(x_ptr + few, mask=few < COLUMNS, other=0.0).to(tl.float32)
-            tl.store(inner_ptr + each, packed(tl.sum(a.to(tl.float32) * x), step))
+    for each in tl.range(program, last, HELPERS, num_stages=1):
+        next_a = _piece(a_ptr, each + HELPERS, last, COLUMNS, PIECE, PIECES)
+        few = each % PIECES * PIECE + tl.arange(0, PIECE)
+        x = tl.load(x_ptr + few, mask=few < COLUMNS, other=0.0).to(tl.float32)
+        tl.store(inner_ptr + each, packed(tl.sum(a.to(tl.float32) * x), step))
+        a = next_a
     total = tl.zeros([TILE, WIDTH], tl.float32)
     for start in tl.range(0, COLUMNS, WIDTH, num_stages=1):
         after = start + WIDTH

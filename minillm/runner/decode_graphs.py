@@ -29,9 +29,6 @@ from .state import RowState
 
 NOTHING = (np.zeros(0, np.int32), np.zeros(0, np.int32))
 
-# Whether the step of one row with an adapter is fused, too. Its tokens have not been compared on a GPU yet.
-FUSES_ADAPTERS = False
-
 
 class DecodeGraphs(Graphs[DecodeShape]):
     """Captured decode steps of up to `most_tokens` tokens: one of each row, and its drafts.
@@ -173,7 +170,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
             adapted=state.adapters.of_tokens(rows) if shape.adapted and state.adapters is not None else None,
         )
         fused = self.single_row if count == 1 and model.ops.engines_own else None
-        if fused is not None and (batch.adapted is None or (FUSES_ADAPTERS and fused.takes_adapters)):
+        if fused is not None and (batch.adapted is None or fused.takes_adapters):
             logits = fused.logits(batch, self.caches)
         else:
             logits = model.logits(model.forward(batch, self.caches))

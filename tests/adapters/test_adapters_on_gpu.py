@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.runner import decode_graphs
 from tests import models, peft_files
 from tests.chance import SEED
 from tests.engine.test_engine_on_gpu import exact_products, same_until_a_tie  # noqa: F401
@@ -25,10 +24,8 @@ def asked():
     return [[rng.randrange(1, 96) for _ in range(rng.choice([1, 5, 17, 60]))] for _ in range(COUNT)]
 
 
-@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("name", ["gemma-multi-query", "gemma2-grouped-untied", "qwen3-grouped", "llama-biases"])
-def test_a_batch_with_several_adapters_gets_the_cpus_tokens(name, fuses, asked, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode_graphs, "FUSES_ADAPTERS", fuses)
+def test_a_batch_with_several_adapters_gets_the_cpus_tokens(name, asked, tmp_path):
     models.make(name).save_pretrained(tmp_path / "model")
     adapters = peft_files.several(tmp_path / "adapters", tmp_path / "model", 8)
     named = [None if i % 5 == 0 else [*adapters][i % 8] for i in range(COUNT)]

@@ -7,7 +7,6 @@ import pytest
 from minillm import LLM, SamplingParams, ops
 from minillm.engine.adapters import some_adapter
 from minillm.errors import InvalidRequest
-from minillm.runner import decode_graphs
 from minillm.runner.executor import WatchedExecutor
 from tests import models, peft_files
 from tests.emulated_graphs import emulated_graphs
@@ -114,11 +113,8 @@ class SeenSlots(WatchedExecutor):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("fuses", "quantization"), [(True, None), (True, "int8"), (False, None)])
-def test_one_row_with_an_adapter_runs_the_fused_step_of_dense_weights(
-    fuses, quantization, directory, adapters, monkeypatch
-):
-    monkeypatch.setattr(decode_graphs, "FUSES_ADAPTERS", fuses)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_one_row_with_an_adapter_runs_the_fused_step_of_dense_weights(quantization, directory, adapters, monkeypatch):
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
     options["quantization"] = quantization
     params, names = replace(GREEDY, max_tokens=3), ["adapter 0", "adapter 1", None]
@@ -131,6 +127,5 @@ def test_one_row_with_an_adapter_runs_the_fused_step_of_dense_weights(
         monkeypatch.setattr(type(fused), "logits", lambda *given: seen.append(given[1].adapted) or own(*given))
         found = [each.token_ids for each in llm.generate([[7, 8]] * 3, params, adapter=names)]
     assert found == wanted and len({*map(tuple, found)}) == 3
-    assert any(each is None for each in seen) and any(each is not None for each in seen) == (
-        fuses and quantization is None
-    )
+    assert any(each is None for each in seen)
+    assert any(each is not None for each in seen) == (quantization is None)

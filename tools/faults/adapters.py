@@ -132,7 +132,7 @@ FAULTS = (
     Fault(
         "one row with an adapter does not run the fused step",
         "minillm/runner/decode_graphs.py",
-        "(FUSES_ADAPTERS and fused.takes_adapters)",
+        "(batch.adapted is None or fused.takes_adapters)",
         "batch.adapted is None",
         f"{GRAPHS} -k fused_step",
     ),
@@ -153,8 +153,8 @@ FAULTS = (
     Fault(
         "the up projection of one row is adapted by the gate's part",
         "kernels/adapted_row.py",
-        "_told(inner_ptr, RANK + ranks,",
-        "_told(inner_ptr, ranks,",
+        "_told_twice(inner_ptr, ranks, RANK + ranks,",
+        "_told_twice(inner_ptr, ranks, ranks,",
         "tests/kernels/test_adapted_row.py -k before_the_activation",
     ),
     Fault(
