@@ -13,6 +13,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,11 +37,16 @@ SHOWN = ("precision", "workers", "concurrency", "output_tokens_per_s", "runs", "
 LONG = ("each", "itl_by_position")  # left out of the record
 
 
-def measured(url: str, clients: int, processes: int, rounds: int, runs: int) -> dict:
-    """The median of several runs, by output tokens per second, with the rates of all."""
+def measured(
+    url: str, clients: int, processes: int, rounds: int, runs: int, sampling: dict | None = None, first: int = 0
+) -> dict:
+    """The median of several runs, by output tokens per second, with the rates of all.
+
+    sampling: more fields of each request. first: the first run's seed.
+    """
     count = ALONE if clients == 1 else clients * rounds
     found = []
-    for seed in range(runs):
+    for seed in range(first, first + runs):
         content = serve.run(
             url,
             concurrency=clients,
@@ -49,6 +56,7 @@ def measured(url: str, clients: int, processes: int, rounds: int, runs: int) -> 
             requests=count,
             warmup=clients,
             seed=seed,
+            sampling=sampling,
             quiet=True,
         )
         found.append({name: value for name, value in content["results"][0].items() if name not in LONG})
@@ -57,7 +65,9 @@ def measured(url: str, clients: int, processes: int, rounds: int, runs: int) -> 
     return found[len(found) // 2] | {"runs": rates, "generators": processes}
 
 
-def served(options: list[str], precision: str, workers: int, loads, rounds: int, runs: int) -> list[dict]:
+@contextmanager
+def serving(options: list[str], precision: str, workers: int) -> Iterator[str]:
+    """Start a server; yields its URL, without /v1."""
     command = [sys.executable, "-m", "minillm.cli", "serve", "--port", "0", "--workers", str(workers)]
     command += ["--log-level", "warning", "--no-enable-prefix-caching", *options, *PRECISIONS[precision]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -67,20 +77,25 @@ def served(options: list[str], precision: str, workers: int, loads, rounds: int,
                 if not (line := process.stdout.readline()):
                     raise SystemExit("the server did not start")
                 found = re.search(r"(http://\S+)/v1", line)
-            rows = []
-            for clients, generated in loads:
-                row = {"precision": precision, "workers": workers}
-                try:
-                    row |= measured(found[1], clients, generated, rounds, runs)
-                except generators.LoadError as error:
-                    row |= {"concurrency": clients, "error": str(error)}
-                    print(error, flush=True)
-                rows.append(row)
-                print(json.dumps({name: value for name, value in row.items() if name in SHOWN}), flush=True)
-            return rows
+            yield found[1]
         finally:
             process.terminate()
             process.communicate()  # it says that it has stopped
+
+
+def served(options: list[str], precision: str, workers: int, loads, rounds: int, runs: int) -> list[dict]:
+    rows = []
+    with serving(options, precision, workers) as url:
+        for clients, generated in loads:
+            row = {"precision": precision, "workers": workers}
+            try:
+                row |= measured(url, clients, generated, rounds, runs)
+            except generators.LoadError as error:
+                row |= {"concurrency": clients, "error": str(error)}
+                print(error, flush=True)
+            rows.append(row)
+            print(json.dumps({name: value for name, value in row.items() if name in SHOWN}), flush=True)
+    return rows
 
 
 def offline(options: list[str], precision: str) -> dict:

@@ -89,7 +89,7 @@ class Target:
 
     extensions: ask for the exact length and for token ids, which OpenAI's own API does not know; usage: ask for the
     number of tokens at the answer's end; text: send words, not token ids; exact: an answer of another length is an
-    error.
+    error; sampling: more fields of each request's body.
     """
 
     base: str
@@ -100,6 +100,7 @@ class Target:
     usage: bool = False
     text: bool = False
     exact: bool = True
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def message(self, request: BenchRequest) -> bytes:
         """The HTTP request that asks for a streamed completion."""
@@ -109,6 +110,7 @@ class Target:
             "max_tokens": request.output_tokens,
             "temperature": self.temperature,
             "stream": True,
+            **self.sampling,
         }
         if self.extensions:
             body |= {"ignore_eos": True, "return_token_ids": True}

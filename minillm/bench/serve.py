@@ -102,6 +102,8 @@ def _facts(server: targets.Server, load: Load, seed: int) -> dict[str, Any]:
     target = server.target
     asked: dict[str, Any] = {"engine": server.engine, "url": target.base, "model": target.model, "dtype": server.dtype}
     asked |= {"workload": load.name, "scale": load.scale, "seed": seed, "temperature": target.temperature}
+    if target.sampling:
+        asked["sampling"] = dict(target.sampling)
     if not target.exact:
         asked |= {"exact_lengths": False, "prompts": "words" if target.text else "token ids"}
     return asked | load.facts

@@ -4,11 +4,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minillm.config import Options, option, with_field_help
 from minillm.errors import ConfigError
 
 from .figures import check_slo
+
+# Fields of a request that other settings, or the way of measuring, decide.
+OWN_FIELDS = {
+    *("model", "prompt", "max_tokens", "temperature", "stream", "stream_options"),
+    *("ignore_eos", "return_token_ids", "n"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class ServeBench(Options):
     generators: int = option(1, "Processes of the load generator, which share the clients.", least=1)
     seed: int = option(0, "Of prompts and Poisson arrivals.")
     temperature: float = option(1.0, "0 always takes the likeliest token.")
+    sampling: Mapping[str, Any] | None = option(
+        None, 'More of OpenAI\'s fields in each request, as JSON: {"top_p": 0.95}.', given_as=str | None
+    )
     vocab_size: int | None = option(
         None, "Ids to draw prompts from.  [default: as many as the server's list of models reports]", given_as=None
     )
@@ -73,6 +83,10 @@ class ServeBench(Options):
             raise ConfigError(f"gpu_price must be a number of dollars from 0, not {self.gpu_price!r}")
         if self.slo is not None:
             self._set("slo", check_slo(self.slo))
+        if self.sampling is not None and not isinstance(self.sampling, Mapping):
+            raise ConfigError(f'sampling takes an object of fields, as {{"top_p": 0.95}}, not {self.sampling!r}')
+        if set_by_others := OWN_FIELDS & set(self.sampling or ()):
+            raise ConfigError(f"sampling cannot set {', '.join(sorted(set_by_others))}: the other options do")
 
 
 ServeBench.__doc__ = with_field_help(ServeBench.__doc__, ServeBench)

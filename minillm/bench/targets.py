@@ -50,7 +50,7 @@ def find(url: str, settings: ServeBench) -> Server:
     base = address(url, allow_remote=settings.allow_remote)
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     card = _card(base, headers, settings.model)
-    target = Target(base, card["id"], settings.temperature, headers)
+    target = Target(base, card["id"], settings.temperature, headers, sampling=settings.sampling or {})
     vocabulary = settings.vocab_size or card.get("vocab_size") or VOCABULARY
     ours = card.get("owned_by") == "minillm" or "vocab_size" in card
     engine = "minillm serve" if ours else card.get("owned_by") or urlsplit(base).netloc

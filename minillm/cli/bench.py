@@ -1,5 +1,6 @@
 """`minillm bench`: measure the engine."""
 
+import json
 import math
 from typing import Annotated, Any, Unpack
 
@@ -81,6 +82,11 @@ def bench_serve(
             settings[name] = _counts(f"--{name.replace('_', '-')}", settings[name])
     if "slo" in settings:
         settings["slo"] = figures.parse_slo(settings["slo"])
+    if "sampling" in settings:
+        try:
+            settings["sampling"] = json.loads(settings["sampling"])
+        except ValueError:
+            raise ConfigError(f"--sampling takes JSON, not {settings['sampling']!r}") from None
     if settings.get("rate") == math.inf:
         del settings["rate"]
     serve.run(url, **settings | ({"model": served_model_name} if served_model_name else {}))

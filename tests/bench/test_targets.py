@@ -63,6 +63,17 @@ def test_a_server_that_gives_ids_is_held_to_exact_lengths():
     assert all(max(body["prompt"]) < targets.VOCABULARY for body in fake.bodies)
 
 
+def test_fields_of_sampling_are_in_each_request_and_in_the_record():
+    with faked(strict, Foreign) as (url, fake):
+        asked = {"top_p": 0.5, "logprobs": 2}
+        result = serve.run(url, workload="chat", requests=2, concurrency=1, sampling=asked, quiet=True)["results"][0]
+    assert result["sampling"] == asked and all(asked.items() <= body.items() for body in fake.bodies[-2:])
+    with pytest.raises(ConfigError, match="sampling cannot set max_tokens, prompt"):
+        serve.run(url, sampling={"prompt": "x", "max_tokens": 1})
+    with pytest.raises(ConfigError, match="an object of fields"):
+        serve.run(url, sampling=[0.5])
+
+
 def test_a_server_that_takes_only_text_and_known_fields_is_asked_so():
     with faked(strict, Foreign) as (url, fake):
         result = serve.run(url, workload="chat", requests=2, concurrency=1, quiet=True)["results"][0]
