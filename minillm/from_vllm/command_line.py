@@ -98,6 +98,9 @@ BENCH: Missing = {
     "ready-check-timeout-sec": ((ANY,), ""),
     "result-dir": ((), "use --json FILE"),
     "tokenizer": ((ANY,), ""),  # the server makes prompts of exact lengths
+    "top-p": ((), "use --sampling '{\"top_p\": 0.95}'"),
+    "top-k": ((), "use --sampling '{\"top_k\": 50}'"),
+    "min-p": ((), "use --sampling '{\"min_p\": 0.05}'"),
     "percentile-metrics": ((ANY,), ""),
     "metric-percentiles": ((ANY,), ""),
     "ignore-eos": ((ANY, True), ""),  # every answer has its exact length
@@ -113,6 +116,7 @@ BENCH_NAMES = {
     "random-input-len": "input-len",
     "random-output-len": "output-len",
     "result-filename": "json",
+    "extra-body": "sampling",
 }
 # Commands of vLLM's, and what to do instead.
 COMMANDS = {
