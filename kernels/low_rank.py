@@ -44,12 +44,22 @@ class Tiles(NamedTuple):
     shares: int
     rows: int  # of B at once, if B is in half precision and of rank 16
     blocks: int  # of rows that a weight has at least
-    programs: int  # on a multiprocessor, at most
+    programs: int  # of the first kernel on a multiprocessor, at most
+    adders: int  # of the second, if B is bfloat16; else as many as of the first
+    registers: int | None  # of a thread of `adders`, at most; None: any number
     warps: int
 
 
-FEW = Tiles(tokens=8, entries=16, columns=512, groups=4, pieces=1, shares=32, rows=256, blocks=16, programs=5, warps=4)
-MANY = Tiles(tokens=64, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=64, blocks=16, programs=8, warps=4)
+# All programs of a launch have equal shares, so one that starts only when another has ended ends last, almost alone. So
+# few tokens have as many as run together: a multiprocessor has 65536 registers, a thread of inner_kernel up to 120.
+FEW = Tiles(
+    tokens=8, entries=16, columns=512, groups=4, pieces=1, shares=32, rows=256, blocks=16, programs=4, adders=6,
+    registers=80, warps=4,
+)  # fmt: skip
+MANY = Tiles(
+    tokens=64, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=64, blocks=16, programs=8, adders=8,
+    registers=None, warps=4,
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["TOKENS"])
@@ -294,7 +304,7 @@ def add_grouped(
         return out
     (tokens, columns), (_, size, _), (_, rows, rank) = x.shape, down.shape, up.shape
     sizes, dependent = _tiles(tokens), dependent_launch(x.device)
-    most, warps = sizes.programs * processors(x.device), sizes.warps
+    multiprocessors, warps = processors(x.device), sizes.warps
 
     entries = min(sizes.entries, max(16, triton.next_power_of_2(size)))
     piece = max(16, min(sizes.columns * 2 // x.itemsize, triton.next_power_of_2(columns)) // sizes.groups)
@@ -303,7 +313,7 @@ def add_grouped(
     shares = triton.cdiv(pieces, pieces_of_share)
     inner = torch.empty((shares, tokens, size), dtype=torch.float32, device=x.device)
     items = (len(tiles) - 1) * triton.cdiv(size, entries) * shares
-    inner_kernel[(min(items, most),)](
+    inner_kernel[(min(items, sizes.programs * multiprocessors),)](
         x, tiles, down, inner, x.stride(0), down.stride(0), tokens,
         COLUMNS=columns, SIZE=size, TOKENS=sizes.tokens, ENTRIES=entries, GROUPS=sizes.groups, PIECE=piece,
         PIECES=pieces_of_share, SHARES=shares, IN_HALF=is_compiled(x) and x.dtype == down.dtype != torch.float32,
@@ -313,12 +323,15 @@ def add_grouped(
     rank_tile = max(16, triton.next_power_of_2(rank))
     tile = max(16, min(sizes.rows * 32 // (rank_tile * up.itemsize), triton.next_power_of_2(rows // sizes.blocks)))
     first, second = (*ends[:-1], rows, rows)[:2]
+    in_half = is_compiled(out) and up.dtype == torch.bfloat16
     blocks = sum(triton.cdiv(end - begin, tile) for begin, end in pairwise((0, first, second, rows)))
-    add_kernel[(min((len(tiles) - 1) * blocks, most),)](
+    together = (sizes.adders if in_half else sizes.programs) * multiprocessors
+    add_kernel[(min((len(tiles) - 1) * blocks, together),)](
         out, tiles, up, inner, out.stride(0), up.stride(0), tokens, first, second, rows,
         SIZE=size, RANK=rank, RANK_TILE=rank_tile, TOKENS=sizes.tokens, TILE=tile, SHARES=shares,
-        SHARE_TILE=triton.next_power_of_2(shares), IN_HALF=is_compiled(out) and up.dtype == torch.bfloat16,
-        PRECISION="ieee" if up.dtype == torch.float32 else "tf32x3", num_warps=warps, **dependent,
+        SHARE_TILE=triton.next_power_of_2(shares), IN_HALF=in_half,
+        PRECISION="ieee" if up.dtype == torch.float32 else "tf32x3", num_warps=warps,
+        maxnreg=sizes.registers if in_half else None, **dependent,
     )  # fmt: skip
     return out
 

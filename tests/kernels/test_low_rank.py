@@ -106,6 +106,10 @@ def test_a_tokens_result_does_not_depend_on_the_others(device):
         assert alone[0].equal(together[i])
 
 
+def test_all_programs_that_add_for_few_tokens_run_together():
+    assert low_rank.FEW.adders * low_rank.FEW.warps * 32 * low_rank.FEW.registers <= 65536
+
+
 def test_no_tokens_and_too_many_parts(device):
     given = factors(2, (4, 4, 4, 4), 2, 8, torch.float32, device)
     x, out = (random_tensor(2, size, dtype=torch.float32, device=device) for size in (8, 16))
