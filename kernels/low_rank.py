@@ -10,9 +10,10 @@ no tile.
 
 Tiling: two launches, whose programs go through all tiles. In the first, a program multiplies a tile's tokens by a few
 rows of A, for a share of the columns. In the second, it adds up the shares and multiplies h by rows of B, one tile of
-rows after another. h stays in float32: where B is bfloat16, a product with the bfloat16 nearest to h and one with what
-is left of it are added. Both kernels wait for memory, mostly, so a program asks for its first factors before it waits
-for the kernel before it, and for the next ones before it computes.
+rows after another. h stays in float32: for few tokens, each thread multiplies what it has loaded of B; for many, where
+B is bfloat16, a product with the bfloat16 nearest to h and one with what is left of it are added. Both kernels wait for
+memory, mostly, so a program asks for its first factors before it waits for the kernel before it, and for the next ones
+before it computes.
 
 A token's sums are made in the same order wherever it is in a tile, so they do not depend on the other tokens, with one
 exception: for more than FEW_TOKENS tokens the tiles have other sizes.
@@ -44,6 +45,7 @@ class Tiles(NamedTuple):
     shares: int
     rows: int  # of B at once, if B is in half precision and of rank 16
     blocks: int  # of rows that a weight has at least
+    dot: bool  # whether tl.dot multiplies them; else each thread multiplies what it has loaded
     programs: int  # of the first kernel on a multiprocessor, at most
     adders: int  # of the second, if B is bfloat16; else as many as of the first
     registers: int | None  # of a thread of `adders`, at most; None: any number
@@ -53,12 +55,12 @@ class Tiles(NamedTuple):
 # All programs of a launch have equal shares, so one that starts only when another has ended ends last, almost alone. So
 # few tokens have as many as run together: a multiprocessor has 65536 registers, a thread of inner_kernel up to 120.
 FEW = Tiles(
-    tokens=8, entries=16, columns=512, groups=4, pieces=1, shares=32, rows=256, blocks=16, programs=4, adders=6,
-    registers=80, warps=4,
+    tokens=2, entries=16, columns=512, groups=4, pieces=1, shares=32, rows=256, blocks=16, dot=False,
+    programs=4, adders=6, registers=80, warps=4,
 )  # fmt: skip
 MANY = Tiles(
-    tokens=64, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=64, blocks=16, programs=8, adders=8,
-    registers=None, warps=4,
+    tokens=64, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=64, blocks=16, dot=True,
+    programs=8, adders=8, registers=None, warps=4,
 )  # fmt: skip
 
 
@@ -199,10 +201,17 @@ def _rows_of_block(block, TILE: tl.constexpr, first_end, second_end, end):
 
 
 @triton.jit
-def _load_up(up_ptr, slot, slot_stride, begin, after, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr):
+def _load_up(
+    up_ptr, slot, slot_stride, begin, after,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows of B: [TILE, RANK_TILE] for tl.dot, else [TILE, 1, RANK_TILE]."""
     rows, ranks = begin + tl.arange(0, TILE), tl.arange(0, RANK_TILE)
     at = up_ptr + slot.to(tl.int64) * slot_stride + rows[:, None] * RANK + ranks[None, :]
-    return tl.load(at, mask=(slot > 0) & (rows < after)[:, None] & (ranks < RANK)[None, :], other=0)
+    mask = (slot > 0) & (rows < after)[:, None] & (ranks < RANK)[None, :]
+    if not DOT:
+        at, mask = at[:, None, :], mask[:, None, :]
+    return tl.load(at, mask=mask, other=0)
 
 
 @triton.jit
@@ -217,14 +226,31 @@ def _load_inner(
     return tl.sum(tl.load(at, mask=wanted, other=0), axis=0)
 
 
+@triton.jit
+def _added(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows of B times h: [rows, tokens]. IN_HALF: B is bfloat16.
+
+    Without tl.dot, a thread multiplies what it has loaded: its pieces of rows stay where they are.
+    """
+    if not DOT:
+        total = tl.sum(up.to(tl.float32) * tl.trans(inner)[None, :, :], axis=2)
+    elif IN_HALF:
+        high = inner.to(up.dtype)
+        total = tl.dot(up, high)
+        total = tl.dot(up, (inner - high.to(tl.float32)).to(up.dtype), total)
+    else:
+        total = tl.dot(up.to(tl.float32), inner, input_precision=PRECISION)
+    return total
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def add_kernel(
     out_ptr, tiles_ptr, up_ptr, inner_ptr, out_stride, slot_stride, tokens, first_end, second_end, end,
     SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
-    SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, DOT: tl.constexpr, IN_HALF: tl.constexpr,
+    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Add to out what B makes of inner. IN_HALF: B is bfloat16. A program has blocks of rows next to each other."""
+    """Add to out what B makes of inner. A program has blocks of rows next to each other."""
     blocks = tl.cdiv(first_end, TILE) + tl.cdiv(second_end - first_end, TILE) + tl.cdiv(end - second_end, TILE)
     program, programs = tl.program_id(0), tl.num_programs(0)
     items = tl.load(tiles_ptr) * blocks
@@ -234,7 +260,7 @@ def add_kernel(
     last = item + share + (program < more).to(tl.int32)
     slot, members = _load_tile(tiles_ptr, item // blocks, item < last, TOKENS)
     part, begin, after = _rows_of_block(item % blocks, TILE, first_end, second_end, end)
-    up = _load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE)
+    up = _load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
     wait_for_inputs(DEPENDENT)
     rows = begin + tl.arange(0, TILE)
     place = out_ptr + members[None, :].to(tl.int64) * out_stride + rows[:, None]
@@ -249,17 +275,12 @@ def add_kernel(
             next_slot, next_members = _load_tile(tiles_ptr, following // blocks, following < last, TOKENS)
         if following >= last:
             next_slot = 0
-        next_up = _load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE)
+        next_up = _load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
         rows = begin + tl.arange(0, TILE)
         next_place = out_ptr + next_members[None, :].to(tl.int64) * out_stride + rows[:, None]
         next_mask = (next_slot > 0) & (next_members >= 0)[None, :] & (rows < after)[:, None]
         next_before = tl.load(next_place, mask=next_mask, other=0)
-        if IN_HALF:
-            high = inner.to(up.dtype)
-            total = tl.dot(up, high)
-            total = tl.dot(up, (inner - high.to(tl.float32)).to(up.dtype), total)
-        else:
-            total = tl.dot(up.to(tl.float32), inner, input_precision=PRECISION)
+        total = _added(up, inner, DOT, IN_HALF, PRECISION)
         tl.store(place, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
         if (following < last) & ((next_part != part) | (following % blocks == 0)):
             inner = _load_inner(inner_ptr, next_members, next_part, tokens, SIZE, RANK, RANK_TILE, SHARES, SHARE_TILE)
@@ -329,7 +350,7 @@ def add_grouped(
     add_kernel[(min((len(tiles) - 1) * blocks, together),)](
         out, tiles, up, inner, out.stride(0), up.stride(0), tokens, first, second, rows,
         SIZE=size, RANK=rank, RANK_TILE=rank_tile, TOKENS=sizes.tokens, TILE=tile, SHARES=shares,
-        SHARE_TILE=triton.next_power_of_2(shares), IN_HALF=in_half,
+        SHARE_TILE=triton.next_power_of_2(shares), DOT=sizes.dot, IN_HALF=in_half,
         PRECISION="ieee" if up.dtype == torch.float32 else "tf32x3", num_warps=warps,
         maxnreg=sizes.registers if in_half else None, **dependent,
     )  # fmt: skip
