@@ -134,7 +134,7 @@ def fixed_attention_kernel(
     out, maximum, total = _attend(
         q, positions, first, last, earliest, 0, 0, 0, k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride,
         k_scale_ptr, v_scale_ptr, table_ptr + row * table_stride, None, scale, block_stride, slot_stride, kv_heads,
-        0, 0, ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 1, LARGE, FAST, False,
+        0, 0, ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, True, LARGE, FAST, False,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)
     at = head * segments + segment

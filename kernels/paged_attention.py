@@ -96,7 +96,7 @@ def _attend(
     q, positions, first, last, held, seen_first, seen_last, length, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
     cos_sin_ptr, scale, block_stride, slot_stride, scale_stride, row, column,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr, PHASES: tl.constexpr, LARGE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr, MASKED: tl.constexpr, LARGE: tl.constexpr,
     FAST: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """q [ROWS, DIM] against keys first..last-1 -> (output * total, maximum, total), exponents in base 2.
@@ -104,8 +104,8 @@ def _attend(
     held: keys before it are not read, as their blocks may be another row's; None: there are none. Without a table,
     k_ptr and v_ptr are descriptors of gathered keys and values, which begin at (row, column), or (PACKED) of those that
     `_ragged` describes: of them `length` are this row's. PRODUCT: the type of the products' operands. All rows see the
-    keys seen_first..seen_last-1: PHASES 1 masks their tiles too, 2 does not, 3 is for a window. LARGE: 32 bits cannot
-    count the cache's numbers. FAST: see `_tanh`.
+    keys seen_first..seen_last-1: their tiles are not masked unless all are (MASKED). LARGE: 32 bits cannot count the
+    cache's numbers. FAST: see `_tanh`.
     """
     dims, offsets = tl.arange(0, DIM), tl.arange(0, KEYS)
     ALIGNED: tl.constexpr = WINDOW == 0 and KEYS % BLOCK_SIZE == 0  # tiles begin with a block
@@ -124,78 +124,69 @@ def _attend(
         out_b, out_c, out_d = out_a, out_a, out_a
     else:
         out = tl.zeros([ROWS, DIM], tl.float32)
-    unmasked = first + tl.cdiv(tl.maximum(seen_first - first, 0), KEYS) * KEYS
-    masked = tl.minimum(unmasked + tl.maximum(seen_last - unmasked, 0) // KEYS * KEYS, last)
-    begin = first
-    for phase in tl.static_range(3 - PHASES, 3):
-        end = last
-        if phase == 0:
-            end = tl.minimum(unmasked, last)
-        elif phase == 1:
-            end = masked
-        for start in range(begin, end, KEYS):
-            keys = start + offsets
-            present = keys < last
-            if WINDOW > 0 and held is not None:
-                present = present & (keys >= held)
+    for start in range(first, last, KEYS):
+        keys = start + offsets
+        present = keys < last
+        if WINDOW > 0 and held is not None:
+            present = present & (keys >= held)
+        if table_ptr is not None:
+            if ALIGNED:
+                block = tl.load(table_ptr + start // BLOCK_SIZE + offsets // BLOCK_SIZE, mask=present, other=0)
+                within = offsets % BLOCK_SIZE
+            else:
+                block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0)
+                within = keys % BLOCK_SIZE
+            if LARGE:
+                block = block.to(tl.int64)
+            slots = block * block_stride + within * slot_stride
+            at = slots[:, None] + dims[None, :]
+            k = to_numbers(tl.load(k_ptr + at, mask=present[:, None], other=0), PRODUCT)
+            if cos_sin_ptr is not None:
+                k = _rotated(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
+        else:
+            k = _described(k_ptr, row, start, column, length, KEYS, DIM, PACKED).to(PRODUCT)
+        # "ieee" keeps float32 products exact: the default, tf32, has a mantissa of 10 bits.
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if k_scale_ptr is not None:
+            scale_at = (block * BLOCK_SIZE + within) * scale_stride
+            scores = scores * tl.load(k_scale_ptr + scale_at, mask=present, other=0.0)[None, :]
+        if SOFT_CAP > 0:
+            scores = _tanh(scores * (scale / SOFT_CAP), FAST)
+        # No key after the last is visible, so a tile that has some is masked.
+        if MASKED or ((start + KEYS > seen_last) | ((WINDOW > 0) & (start < seen_first))):
+            visible = keys[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        if v_scale_ptr is not None:  # weights times their values' scales are at most 2^LOG2_WEIGHT
+            v_scale = tl.load(v_scale_ptr + scale_at, mask=present, other=0.0)
+            exponent = tl.maximum(v_scale, 1e-20).to(tl.int32, bitcast=True) >> 23  # v_scale < 2^(exponent - 126)
+            bounds = scores * unit + (exponent - (126 + LOG2_WEIGHT)).to(tl.float32)[None, :]
+            new_maximum = tl.maximum(maximum, tl.max(bounds, 1))
+        else:
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * unit)
+        # A query that has seen no key yet has maximum -inf, and -inf - -inf is not a number.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores * unit - shift[:, None])
+        rescale = tl.exp2(maximum - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        maximum = new_maximum
+        if v_scale_ptr is not None:
+            weights = weights * v_scale[None, :]
+        weights = weights.to(PRODUCT)
+        if words:
+            four = tl.load(v_ptr + slots[:, None] // 4 + quarter[None, :], mask=present[:, None], other=0)
+            a, b, c, d = of_words(four, PRODUCT, k_ptr.dtype.element_ty)
+            out_a = out_a * rescale[:, None] + tl.dot(weights, a, input_precision="ieee")
+            out_b = out_b * rescale[:, None] + tl.dot(weights, b, input_precision="ieee")
+            out_c = out_c * rescale[:, None] + tl.dot(weights, c, input_precision="ieee")
+            out_d = out_d * rescale[:, None] + tl.dot(weights, d, input_precision="ieee")
+        else:
             if table_ptr is not None:
-                if ALIGNED:
-                    block = tl.load(table_ptr + start // BLOCK_SIZE + offsets // BLOCK_SIZE, mask=present, other=0)
-                    within = offsets % BLOCK_SIZE
-                else:
-                    block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=present, other=0)
-                    within = keys % BLOCK_SIZE
-                if LARGE:
-                    block = block.to(tl.int64)
-                slots = block * block_stride + within * slot_stride
-                at = slots[:, None] + dims[None, :]
-                k = to_numbers(tl.load(k_ptr + at, mask=present[:, None], other=0), PRODUCT)
-                if cos_sin_ptr is not None:
-                    k = _rotated(k, k_ptr + at, cos_sin_ptr, keys, dims, present, DIM)
+                v = to_numbers(tl.load(v_ptr + at, mask=present[:, None], other=0), PRODUCT)
             else:
-                k = _described(k_ptr, row, start, column, length, KEYS, DIM, PACKED).to(PRODUCT)
-            # "ieee" keeps float32 products exact: the default, tf32, has a mantissa of 10 bits.
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if k_scale_ptr is not None:
-                scale_at = (block * BLOCK_SIZE + within) * scale_stride
-                scores = scores * tl.load(k_scale_ptr + scale_at, mask=present, other=0.0)[None, :]
-            if SOFT_CAP > 0:
-                scores = _tanh(scores * (scale / SOFT_CAP), FAST)
-            if phase != 1:  # no key after the last is visible: a tile that has some ends at a position
-                visible = keys[None, :] <= positions[:, None]
-                if WINDOW > 0:
-                    visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-                scores = tl.where(visible, scores, float("-inf"))
-            if v_scale_ptr is not None:  # weights times their values' scales are at most 2^LOG2_WEIGHT
-                v_scale = tl.load(v_scale_ptr + scale_at, mask=present, other=0.0)
-                exponent = tl.maximum(v_scale, 1e-20).to(tl.int32, bitcast=True) >> 23  # v_scale < 2^(exponent - 126)
-                bounds = scores * unit + (exponent - (126 + LOG2_WEIGHT)).to(tl.float32)[None, :]
-                new_maximum = tl.maximum(maximum, tl.max(bounds, 1))
-            else:
-                new_maximum = tl.maximum(maximum, tl.max(scores, 1) * unit)
-            # A query that has seen no key yet has maximum -inf, and -inf - -inf is not a number.
-            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(scores * unit - shift[:, None])
-            rescale = tl.exp2(maximum - shift)
-            total = total * rescale + tl.sum(weights, 1)
-            maximum = new_maximum
-            if v_scale_ptr is not None:
-                weights = weights * v_scale[None, :]
-            weights = weights.to(PRODUCT)
-            if words:
-                four = tl.load(v_ptr + slots[:, None] // 4 + quarter[None, :], mask=present[:, None], other=0)
-                a, b, c, d = of_words(four, PRODUCT, k_ptr.dtype.element_ty)
-                out_a = out_a * rescale[:, None] + tl.dot(weights, a, input_precision="ieee")
-                out_b = out_b * rescale[:, None] + tl.dot(weights, b, input_precision="ieee")
-                out_c = out_c * rescale[:, None] + tl.dot(weights, c, input_precision="ieee")
-                out_d = out_d * rescale[:, None] + tl.dot(weights, d, input_precision="ieee")
-            else:
-                if table_ptr is not None:
-                    v = to_numbers(tl.load(v_ptr + at, mask=present[:, None], other=0), PRODUCT)
-                else:
-                    v = _described(v_ptr, row, start, column, length, KEYS, DIM, PACKED).to(PRODUCT)
-                out = out * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
-        begin = end
+                v = _described(v_ptr, row, start, column, length, KEYS, DIM, PACKED).to(PRODUCT)
+            out = out * rescale[:, None] + tl.dot(weights, v, input_precision="ieee")
     if words:
         out = tl.reshape(tl.join(tl.join(out_a, out_c), tl.join(out_b, out_d)), [ROWS, DIM])
     return out, maximum, total
@@ -232,7 +223,7 @@ def decode_kernel(
         q, positions, begin, tl.minimum(begin + share, length), None, 0, 0, 0,
         k_ptr + kv_head * head_stride, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr + row * table_stride, cos_sin_ptr, scale, block_stride, slot_stride, tl.num_programs(1), 0, 0,
-        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 1, LARGE, FAST, False,
+        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, True, LARGE, FAST, False,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)  # an empty share, or a padding row of length 0: zeros
     at = head * SPLITS + split
@@ -300,7 +291,7 @@ def prefill_kernel(
     out, maximum, total = _attend(
         q, positions, first, last, None, seen_first, earliest + 1, length, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr, cos_sin_ptr, scale, block_stride, slot_stride, kv_heads, begin.to(tl.int32), kv_head * DIM,
-        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, 3 if WINDOW > 0 else 2, LARGE, FAST, PACKED,
+        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, False, LARGE, FAST, PACKED,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)
     tl.store(out_ptr + at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])

@@ -79,8 +79,7 @@ def partial_kernel(
     out, maximum, total = _attend(
         q, positions, begin, end, None, seen_first, seen_last, 0, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr + row * table_stride, cos_sin_ptr, scale, block_stride, slot_stride, 1, 0, 0,
-        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, (3 if WINDOW > 0 else 2) if TILED else 1, LARGE, FAST,
-        False,
+        ROWS, KEYS, DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, PRODUCT, not TILED, LARGE, FAST, False,
     )  # fmt: skip
     total = tl.where(maximum == float("-inf"), 1.0, total)  # no key here: zeros
     at = head * SPLITS + split
