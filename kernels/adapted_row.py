@@ -42,19 +42,6 @@ AGAIN:
     setp.ne.b32 early, step, $2;
     @early bra AGAIN;
 }""")
-WAIT_FOR_TWO = tl.constexpr("""{
-    .reg .b32 number, one, other;
-    .reg .pred early;
-AGAIN:
-    ld.relaxed.gpu.global.b64 $0, [$2];
-    ld.relaxed.gpu.global.b64 $1, [$3];
-    mov.b64 {number, one}, $0;
-    mov.b64 {number, other}, $1;
-    setp.ne.b32 early, one, $4;
-    @early bra AGAIN;
-    setp.ne.b32 early, other, $4;
-    @early bra AGAIN;
-}""")
 
 
 class LowRankTerm(NamedTuple):
@@ -88,31 +75,17 @@ def _told(inner_ptr, index, mask, step, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _told_twice(inner_ptr, first, second, mask, step, COMPILED: tl.constexpr):
-    """As `_told`, at two indices whose words are waited for at once."""
-    if COMPILED:
-        one, other = inner_ptr + tl.where(mask, first, 0), inner_ptr + tl.where(mask, second, 0)
-        steps = tl.zeros(first.shape, tl.int32) + step
-        one, other = tl.inline_asm_elementwise(
-            WAIT_FOR_TWO, "=&l,=&l,l,l,r", [one.to(tl.int64), other.to(tl.int64), steps],
-            dtype=(tl.int64, tl.int64), is_pure=False, pack=1,
-        )  # fmt: skip
-        one = tl.where(mask, one.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-        other = tl.where(mask, other.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-    else:
-        one = _told(inner_ptr, first, mask, step, COMPILED)
-        other = _told(inner_ptr, second, mask, step, COMPILED)
-    return one, other
-
-
-@triton.jit
-def _kept(sums, tiles, tile, y, TILE: tl.constexpr):
-    """The sums [TILES, TILE] of a program with those of one more tile, y [TILE]."""
-    if TILE == 1:  # as a number: a tensor would be exchanged between the warps once more
-        kept = tl.where((tiles == tile)[:, None], tl.sum(y, 0), sums)
-    else:
-        kept = tl.where((tiles == tile)[:, None], y[None, :], sums)
-    return kept
+def _told_of_two(
+    inner_ptr, step, RANK: tl.constexpr, RANK_TILE: tl.constexpr, THREADS: tl.constexpr, COMPILED: tl.constexpr
+):
+    """The numbers [RANK_TILE] of the first part and of the second. Each thread waits for one word, not for several."""
+    LANES: tl.constexpr = max(THREADS // (2 * RANK_TILE), 1)
+    entries, lanes = tl.arange(0, 2 * RANK_TILE), tl.arange(0, LANES)
+    part, rank = entries // RANK_TILE, entries % RANK_TILE
+    some = (rank < RANK)[:, None] & (lanes == 0)[None, :]
+    told = tl.sum(_told(inner_ptr, (part * RANK + rank)[:, None] + 0 * lanes[None, :], some, step, COMPILED), 1)
+    both, parts = tl.reshape(told, [2, RANK_TILE]), tl.arange(0, 2)[:, None]
+    return tl.sum(tl.where(parts == 0, both, 0.0), 0), tl.sum(tl.where(parts == 1, both, 0.0), 0)
 
 
 @triton.jit
@@ -129,9 +102,10 @@ def adapted_rows_kernel(
     slots_ptr, a_ptr, b_ptr, inner_ptr, step_ptr, a_stride, b_stride, workers, first_end, second_end,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, HELPERS: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
-    RANK: tl.constexpr, RANK_TILE: tl.constexpr, COMPILED: tl.constexpr, DEPENDENT: tl.constexpr,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, THREADS: tl.constexpr, COMPILED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`single_row.whole_rows_kernel` with an adapter. Tile -1 of the first HELPERS programs is one of A.
+    """`single_row.whole_rows_kernel` with an adapter. The first HELPERS programs multiply a tile of A, too.
 
     workers: the programs that have tiles of W; helpers are among them, or others. The last have the most tiles, since
     the first ones help. TILES: at least as many as a worker has.
@@ -141,24 +115,13 @@ def adapted_rows_kernel(
     program += tl.where(program < workers, 0, ROWS)  # beyond all rows
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
-    helps = started < HELPERS
-    rows, end, matrix, begin = program * TILE + tl.arange(0, TILE), ROWS, weight_ptr, 0
-    helped = tl.load(slots_ptr, mask=helps, other=0)  # others do not wait for it before they load weights
-    entries = started * TILE + tl.arange(0, TILE)
-    if helps:
-        rows, end, matrix, begin = entries, tl.where(helped > 0, SIZE, 0), a_ptr + helped * a_stride, -1
-    at = matrix + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-    mask = (rows < end)[:, None] & inside[None, :]
+    rows = program * TILE + tl.arange(0, TILE)
+    at = weight_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    mask = (rows < ROWS)[:, None] & inside[None, :]
     weight = tl.load(at, mask=mask, other=0.0)
     if GATED:
-        up = tl.load(at + UP, mask=mask & (started >= HELPERS), other=0.0)
+        up = tl.load(at + UP, mask=mask, other=0.0)
     slot = tl.load(slots_ptr)
-    each, ranks = tl.arange(0, TILES * TILE), tl.arange(0, RANK_TILE)
-    own = (program + each // TILE * workers) * TILE + each % TILE  # all rows of this program
-    b_ptr += slot * b_stride
-    b = _factor(b_ptr, own, (own < ROWS) & (slot > 0), RANK, RANK_TILE)
-    if GATED:
-        up_b = _factor(b_ptr, ROWS + own, (own < ROWS) & (slot > 0), RANK, RANK_TILE)
     wait_for_inputs(DEPENDENT)
     kind = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -174,31 +137,39 @@ def adapted_rows_kernel(
         scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
         x = normed(x, scale, eps, COLUMNS).to(kind).to(tl.float32)
     step = tl.load(step_ptr)
+    if (started < HELPERS) & (slot > 0):
+        entries = started * TILE + tl.arange(0, TILE)
+        at = a_ptr + slot * a_stride + entries[:, None] * COLUMNS + columns[None, :]
+        a = tl.load(at, mask=(entries < SIZE)[:, None] & inside[None, :], other=0.0)
+        tl.store(inner_ptr + entries, packed(tl.sum(a.to(tl.float32) * x[None, :], 1), step), mask=entries < SIZE)
     tiles = tl.arange(0, TILES)
     sums = tl.zeros([TILES, TILE], tl.float32)
     if GATED:
         up_sums = tl.zeros([TILES, TILE], tl.float32)
     count = tl.maximum(tl.cdiv(ROWS - program * TILE, workers * TILE), 0)
-    for tile in tl.range(begin, count, num_stages=1):
+    for tile in tl.range(0, count, num_stages=1):
         after = (program + (tile + 1) * workers) * TILE + tl.arange(0, TILE)
         at = weight_ptr + after.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
         mask = (after < ROWS)[:, None] & inside[None, :]
         next_weight = tl.load(at, mask=mask, other=0.0)
         y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
-        if tile < 0:
-            tl.store(inner_ptr + entries, packed(y, step), mask=entries < end)
-        sums = _kept(sums, tiles, tile, y, TILE)
+        sums = tl.where((tiles == tile)[:, None], y[None, :], sums)
         weight = next_weight
         if GATED:
             next_up = tl.load(at + UP, mask=mask, other=0.0)
             y = tl.sum(up.to(tl.float32) * x[None, :], 1)
-            up_sums = _kept(up_sums, tiles, tile, y, TILE)
+            up_sums = tl.where((tiles == tile)[:, None], y[None, :], up_sums)
             up = next_up
     y = tl.reshape(sums, [TILES * TILE])
+    each, ranks = tl.arange(0, TILES * TILE), tl.arange(0, RANK_TILE)
+    own = (program + each // TILE * workers) * TILE + each % TILE  # all rows of this program
+    b_ptr += slot * b_stride
+    b = _factor(b_ptr, own, (own < ROWS) & (slot > 0), RANK, RANK_TILE)
     if GATED:
         factor = tl.reshape(up_sums, [TILES * TILE])
+        up_b = _factor(b_ptr, ROWS + own, (own < ROWS) & (slot > 0), RANK, RANK_TILE)
         if slot > 0:
-            inner, up_inner = _told_twice(inner_ptr, ranks, RANK + ranks, ranks < RANK, step, COMPILED)
+            inner, up_inner = _told_of_two(inner_ptr, step, RANK, RANK_TILE, THREADS, COMPILED)
             y += tl.sum(b.to(tl.float32) * inner[None, :], 1)
             factor += tl.sum(up_b.to(tl.float32) * up_inner[None, :], 1)
     elif slot > 0:
@@ -237,7 +208,6 @@ def adapted_long_rows_kernel(
     at = weight_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     weight = tl.load(at, mask=real & (columns < COLUMNS)[None, :], other=0.0)
     slot = tl.load(slots_ptr)
-    b = _factor(b_ptr + slot * b_stride, rows, (rows < ROWS) & (slot > 0), RANK, RANK_TILE)
     a_ptr += slot * a_stride
     last = tl.where((slot > 0) & (program < HELPERS), RANK * PIECES, 0)
     a = _piece(a_ptr, program, last, COLUMNS, PIECE, PIECES)
@@ -257,6 +227,7 @@ def adapted_long_rows_kernel(
         total += weight.to(tl.float32) * x[None, :]
         weight = next_weight
     y = tl.sum(total, 1)
+    b = _factor(b_ptr + slot * b_stride, rows, (rows < ROWS) & (slot > 0), RANK, RANK_TILE)
     if slot > 0:
         ranks, pieces = tl.arange(0, RANK_TILE)[:, None], tl.arange(0, PIECES_TILE)[None, :]
         some = (ranks < RANK) & (pieces < PIECES)
@@ -323,7 +294,8 @@ def product(
                 workers, first, second,
                 COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=config.tile, NORM=norm is not None,
                 ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh", HELPERS=helpers,
-                TILES=triton.next_power_of_2(triton.cdiv(tiles, workers)), SIZE=size, num_warps=config.warps,
+                TILES=triton.next_power_of_2(triton.cdiv(tiles, workers)), SIZE=size,
+                THREADS=32 * config.warps, num_warps=config.warps,
                 maxnreg=_registers(x.dtype, config.warps, together), **constants,
             )  # fmt: skip
     else:

@@ -153,15 +153,15 @@ FAULTS = (
     Fault(
         "the up projection of one row is adapted by the gate's part",
         "kernels/adapted_row.py",
-        "_told_twice(inner_ptr, ranks, RANK + ranks,",
-        "_told_twice(inner_ptr, ranks, ranks,",
+        "tl.where(parts == 1, both, 0.0)",
+        "tl.where(parts == 0, both, 0.0)",
         "tests/kernels/test_adapted_row.py -k before_the_activation",
     ),
     Fault(
         "products of one row without an adapter read the factors of slot 0",
         "kernels/adapted_row.py",
-        "= entries, tl.where(helped > 0, SIZE, 0), a_ptr",
-        "= entries, SIZE, a_ptr",
+        "if (started < HELPERS) & (slot > 0):",
+        "if started < HELPERS:",
         "tests/kernels/test_adapted_row.py -k last_bit",
     ),
     Fault(
