@@ -32,6 +32,7 @@ REAL = real_model.RECORD
 FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200/vllm-fp8kv-and-families-h200"
 CACHE_SPEED = "h200/cache-speed"
 SAMPLED = "h200/sampled-speed"
+SHAPES = {"Qwen3 0.6B": "h200/qwen3-0.6b", "Gemma 2 2B": "h200/gemma-2-2b"}
 PREFILL = "h200/prefill-attention"
 SPECULATION, EXACT = "cpu/speculation", "h200/speculation-exact"
 ADAPTERS, SAMPLED_ON_TWO = "h200/adapter-speed", "h200/sampled-speed-2"
@@ -326,6 +327,29 @@ def sampled_figures() -> str:
     return "\n".join([*lines, "", *wrapped(text), ""])
 
 
+def shape_figures() -> str:
+    """The table of other models' shapes, and the peer's run of each workload where it has one."""
+    peer = records.read(FP8_PEER)
+    theirs = {(row["model"], row["workload"], row["dtype"]): row["output_tokens_per_s"] for row in peer["results"]}
+    lines = ["| shape | workload | requests | minillm | vLLM | speedup |", "|---|---|---|---|---|---|"]
+    for name, place in SHAPES.items():
+        record = records.read(place)
+        for row in record["results"]:
+            ours, other = (
+                row["output_tokens_per_s"],
+                theirs.get((f"{row['model']}, random weights", row["workload"], "bfloat16")),
+            )
+            compared = " | |" if other is None else f"{other:,.0f} | {ours / other:.2f} |"
+            lines.append(f"| {name} | {row['workload']} | {row['requests']:,} | {ours:,.0f} | {compared}")
+    links = ", ".join(f"[{place}](../data/results/{place}.json)" for place in SHAPES.values())
+    text = (
+        f"Output tokens per second on one {record['machine']['gpu']}, with random weights in bfloat16 and the settings "
+        f"of the table in the README. {_times(len(record['results'][0]['runs']))} after a warm-up. Records: {links}; "
+        f"[vLLM](../data/results/{FP8_PEER}.json), on another machine with such a GPU; it has no runs of Gemma 2."
+    )
+    return "\n".join([*lines, "", *wrapped(text), ""])
+
+
 def prefill_figures() -> str:
     """The table of attention over prompts: its speed as a share of cuDNN's, by shape and by where the keys are."""
     record = records.read(PREFILL)
@@ -504,7 +528,7 @@ def several_gpus_figures() -> str:
             lines.append(f"| {each.way} | {more} | {each.speed:,.0f} ({each.speed / caches[0].speed:.2f}) |")
         record = records.read(measured.CACHES)
         text = (
-            f"{record['results'][0]['requests']} requests of mixed lengths, with so little memory that they fill one "
+            f"{record['results'][0]['requests']:,} requests of mixed lengths, with so little memory that they fill one "
             "GPU's cache. Two GPUs that divide the model store the keys of its only KV head twice, unless "
             "`decode_context_parallel_size=2` divides them too. "
             f"Record: [{measured.CACHES}](data/results/{measured.CACHES}.json)."
@@ -654,6 +678,7 @@ FIGURES = {  # by the names of their blocks in the pages
     "cache": cache_figures,
     "sampled": sampled_figures,
     "prefill": prefill_figures,
+    "other shapes": shape_figures,
     "speculation": speculation_figures,
     "speculation on a GPU": gpu_speculation_figures,
     "serving": serving_figures,

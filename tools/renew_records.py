@@ -22,6 +22,7 @@ from minillm.bench import records  # noqa: E402
 
 GEMMA = "--model gemma-2b --load-format dummy"
 WORKLOADS = "--workload single --workload chat --workload mixed --workload silo --workload liso --workload lilo"
+SHAPE_LOADS = "--workload single --workload mixed --workload liso --repeat 1"
 AS_PEERS = "--max-model-len 4096 --gpu-memory-utilization 0.85 --max-num-seqs 3000"
 FP8 = "--quantization fp8 --quantized-head fp8"
 GROUPS = ",".join(f"{method}-g{size}" for size in (32, 64, 128) for method in ("int4", "awq", "gptq"))
@@ -67,6 +68,7 @@ RECORDS = {
         "adapter-speed": f"python tools/adapter_speed.py {GEMMA} --dtype bfloat16 --rounds 3 --record",
         "cache-speed": "python tools/cache_speed.py --record",
         "fast-accumulation": "python tools/fast_accumulation.py --record",
+        "gemma-2-2b": f"minillm bench offline --model gemma-2-2b --load-format dummy {AS_PEERS} {SHAPE_LOADS} --json",
         "gemma-2b-bf16": f"minillm bench offline {GEMMA} {AS_PEERS} {WORKLOADS} --json",
         "gemma-2b-fp8": f"minillm bench offline {GEMMA} {FP8} {AS_PEERS} {WORKLOADS} --json",
         "gemma-2b-fp8-cache": f"minillm bench offline {GEMMA} {FP8} --kv-cache-dtype fp8 {AS_PEERS} {WORKLOADS} --json",
@@ -75,9 +77,11 @@ RECORDS = {
         "lessons": "python -m minillm.course.making.run --json",
         "prefill-attention": "python tools/prefill_speed.py --record",
         "quantization": "python tools/quantization_speed.py --record",
+        "qwen3-0.6b": f"minillm bench offline --model qwen3-0.6b --load-format dummy {AS_PEERS} {SHAPE_LOADS} --json",
         "reduce": "python tools/reduce_speed.py --record",
         "sampled-speed-2": "python tools/sampled_speed.py --tensor-parallel-size 2 --runs 1 --kinds temperature "
         "'top_p 0.95' 'presence_penalty 0.5' 'logprobs 5' --record",
+        "several-gpus-cache": f"python tools/several_gpus.py --cache {GEMMA} --repeat 1 --record",
         "several-gpus-llama-3.1-8b": "python tools/several_gpus.py --model llama-3.1-8b --load-format dummy "
         "--requests 256 --repeat 1 --max-model-len 4096 --record",
         "several-gpus": f"python tools/several_gpus.py {GEMMA} --requests 256 --repeat 1 --record",

@@ -549,17 +549,19 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # * A tile can be hidden completely from a row, so $-\infty$ is handled as in exercise 1.
 # * Products take numbers of the type `PRODUCT`: the model's, or float16 where a 16-bit model reads the codes of an
 #   8-bit cache. In float32 models, and in Triton's interpreter, it is float32. Sums have 32 bits.
-# * There are up to three loops, one for each `phase`. All queries of a tile see most of its keys, and a comparison for
-#   each score would take time. So `phase` 1 has no mask: it is for the tiles of keys that all rows see. Phase 2 is for
-#   those at the diagonal, phase 0 for those where a window begins. Decode has only phase 2.
+# * All queries of a tile see most of its keys, and a comparison for each score would take time. So a tile of keys gets
+#   a mask only if some row does not see all of it: at the diagonal, or where a window begins. Decode masks every tile
+#   (`MASKED`).
 # * `SOFT_CAP` limits the size of scores in models that need it (Gemma 2).
 # * `cos_sin_ptr` is for lesson 09's streams, whose cached keys are rotated as they are read. For other requests it is
 #   `None`, and Triton compiles nothing for those lines.
 # * Likewise `k_scale_ptr` and `v_scale_ptr`: they are the scales of an 8-bit cache (lesson 08). In decode, its values
 #   are read as `words` of four. `largest` and `bounds` keep numbers within the range of float16.
 # * `table_ptr` is `None` if the keys have been *gathered*: copied from their blocks to a buffer where a row's keys
-#   follow each other. Then a tile is a rectangle of a matrix, and a single `load` reads it: `k_ptr` and `v_ptr` are
-#   *tensor descriptors*, which tell the GPU the shape of that matrix.
+#   follow each other. Then a tile is a rectangle of a matrix, and a single `load` reads it (in `_described`): `k_ptr`
+#   and `v_ptr` are *tensor descriptors*, which tell the GPU the shape of that matrix. The keys of a new prompt are in
+#   such a matrix already, followed by those of other prompts (`PACKED`). There the descriptor ends with the row, and
+#   what a tile has beyond it is zeros.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:_attend
