@@ -1,5 +1,6 @@
 """The identity of what is cached, when adapters come and go.  Lesson 15."""
 
+import builtins
 import random
 from collections.abc import Callable, Hashable, Iterator
 
@@ -85,18 +86,23 @@ def _(make):
             _expect_different(known, ("", name), ("", None), f"{count} adapters were loaded")
 
 
-@adapters.property("two adapters have different keys", "each load has a number of its own")
+@adapters.property(
+    "two adapters have different keys",
+    "each load has a number of its own; if the name is there, too, keep it apart: 'a1' and 1 are not 'a' and 11",
+)
 def _(make):
     known = _loaded(make, *TWELVE)
     for at, name in enumerate(TWELVE):
         for other in TWELVE[:at]:
             _expect_different(known, ("", name), ("", other), "12 adapters were loaded")
+    # Glued together, the first name and number would be the last ones: "a1" and 1, or "a" and 11.
+    known = _loaded(make, "a1", *TWELVE[:9], "a")
+    _expect_different(known, ("", "a1"), ("", "a"), "11 adapters were loaded")
 
 
 @adapters.property(
     "another salt is another key, wherever the load's number begins",
-    "put the salt itself into the tuple, and keep the parts apart: 'ann' and 11 are not 'ann1' and 1; what hash() "
-    "returns differs from process to process",
+    "put the salt itself into the tuple, and keep the parts apart: 'ann' and 11 are not 'ann1' and 1",
 )
 def _(make):
     names = [str(number) for number in range(1, 13)]
@@ -108,6 +114,27 @@ def _(make):
             other = seen.setdefault(key, (salt, name))
             assert other[0] == salt, f"cache_key{other} and cache_key{(salt, name)} are both {key}"
             assert salt in key, f"cache_key{(salt, name)} is {key}, in which the salt is not"
+
+
+@adapters.property(
+    "the same loads have the same keys in every process",
+    "a router computes the keys, too: leave out what hash() or id() returns, the time, and random numbers",
+)
+def _(make):
+    own, found = builtins.hash, []
+    for process in range(2):
+        try:  # in another process, hash() of the same string returns another number
+            builtins.hash = lambda value, process=process: own((process, value))
+            known = _loaded(make, "a", "b", "c")
+            known.unload("b")
+            known.load("d")
+            found.append([_key(known, "ann", name) for name in (None, "a", "c", "d")])
+        finally:
+            builtins.hash = own
+    if any("ann" not in key for key in found[0]):
+        return  # another property's matter
+    for name, one, other in zip((None, "a", "c", "d"), *found, strict=True):
+        assert one == other, f"cache_key('ann', {name!r}) is {one} in one process and {other} in another one"
 
 
 @adapters.property(

@@ -1,11 +1,14 @@
 """Wrong solutions of lesson 15: keys of adapters that come and go."""
 
+import uuid
+
 from tests.course.mutants import wrong
 
 SHARE = "requests of one load share a key"
 MODEL = "the model itself has another key than any adapter"
 TWO = "two adapters have different keys"
 SALT = "another salt is another key, wherever the load's number begins"
+PROCESS = "the same loads have the same keys in every process"
 AGAIN = "an adapter that is loaded again under its name has another key"
 NEVER = "no number is ever used again"
 UNKNOWN = "a name that is not loaded raises KeyError"
@@ -230,6 +233,30 @@ class ForgetsNamesThatAreGone(Right):
 
     def cache_key(self, salt, name):
         return (salt,) if name is None else (salt, name, self.load_of[name])
+
+
+@wrong("MyAdapters", fails=TWO)
+class NameAndNumberInOne(Right):
+    def cache_key(self, salt, name):
+        return (salt,) if name is None else (salt, f"{name}{self.load_of[name]}")
+
+
+@wrong("MyAdapters", fails=TWO)
+class NameAndNumberFromZeroInOne(Right):
+    def cache_key(self, salt, name):
+        return (salt,) if name is None else (salt, f"{name}{self.load_of[name] - 1}")
+
+
+@wrong("MyAdapters", fails=PROCESS)
+class HashOfNameAndNumber(Right):
+    def cache_key(self, salt, name):
+        return salt, 0 if name is None else hash((name, self.load_of[name]))
+
+
+@wrong("MyAdapters", fails=PROCESS)
+class UniqueIdentifiers(Right):
+    def load(self, name):
+        self.load_of[name] = uuid.uuid4().hex
 
 
 @wrong("MyAdapters", fails=NEVER)

@@ -1,7 +1,6 @@
 """Right but unusual solutions of lesson 15."""
 
 import itertools
-import uuid
 
 import torch
 
@@ -149,18 +148,3 @@ class WithUnloads:
 
     def cache_key(self, salt, name):
         return (salt,) if name is None else (salt, *self.of[name])
-
-
-@right("MyAdapters")
-class WithIdentifiers:
-    def __init__(self):
-        self.of = {}
-
-    def load(self, name):
-        self.of[name] = uuid.uuid4().hex
-
-    def unload(self, name):
-        del self.of[name]
-
-    def cache_key(self, salt, name):
-        return (salt, "") if name is None else (salt, self.of[name])
