@@ -10,10 +10,10 @@ their rows of B times h to all of them, before bias, activation and rounding. Th
 carry the number of the step, as GPUs tell each other parts of a sum (`peers`): who sees this step's number has h.
 
 Helpers tell before they ask, and a GPU starts programs in the order of their numbers, so none waits for a program that
-cannot start. (NVIDIA's CUB relies on that order, too, in agent_scan.cuh. A helper stays on the chip until all have
-told, so there are no more helpers than programs that run at a time.) All sums are in a fixed order. The slot of the
-row's adapter is read on the device, so one captured graph serves all adapters; slot 0 is none: then nothing of A and B
-is read, and no program waits.
+cannot start. (NVIDIA's CUB relies on that order, too, in agent_scan.cuh. A helper with rows of W stays on the chip
+until all have told, so there are no more of these than processors; one without rows ends when it has told.) All sums
+are in a fixed order. The slot of the row's adapter is read on the device, so one captured graph serves all adapters;
+slot 0 is none: then nothing of A and B is read, and no program waits.
 """
 
 from typing import NamedTuple
@@ -161,18 +161,19 @@ def adapted_rows_kernel(
             up_sums = tl.where((tiles == tile)[:, None], y[None, :], up_sums)
             up = next_up
     y = tl.reshape(sums, [TILES * TILE])
+    asks = (slot > 0) & (program < workers)  # helpers without rows have nothing to add, and wait for nothing
     each, ranks = tl.arange(0, TILES * TILE), tl.arange(0, RANK_TILE)
     own = (program + each // TILE * workers) * TILE + each % TILE  # all rows of this program
     b_ptr += slot * b_stride
-    b = _factor(b_ptr, own, (own < ROWS) & (slot > 0), RANK, RANK_TILE)
+    b = _factor(b_ptr, own, (own < ROWS) & asks, RANK, RANK_TILE)
     if GATED:
         factor = tl.reshape(up_sums, [TILES * TILE])
-        up_b = _factor(b_ptr, ROWS + own, (own < ROWS) & (slot > 0), RANK, RANK_TILE)
-        if slot > 0:
+        up_b = _factor(b_ptr, ROWS + own, (own < ROWS) & asks, RANK, RANK_TILE)
+        if asks:
             inner, up_inner = _told_of_two(inner_ptr, step, RANK, RANK_TILE, THREADS, COMPILED)
             y += tl.sum(b.to(tl.float32) * inner[None, :], 1)
             factor += tl.sum(up_b.to(tl.float32) * up_inner[None, :], 1)
-    elif slot > 0:
+    elif asks:
         part = (own >= first_end).to(tl.int32) + (own >= second_end).to(tl.int32)
         some = (own < ROWS)[:, None] & (ranks < RANK)[None, :]
         inner = _told(inner_ptr, part[:, None] * RANK + ranks[None, :], some, step, COMPILED)

@@ -410,10 +410,10 @@ def _new_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowArgume
 def _ragged(matrix: torch.Tensor, tile: list[int]) -> TensorDescriptor:
     """A descriptor of a matrix [tokens, columns] whose tiles end with any token: after it they have zeros.
 
-    Else a row's last tile would have values of the next row, and zero times these might not be a number. A tensor's
-    rows end where its shape says, so the shape here has RAGGED rows, and a tile begins so many before the last one.
-    Two more dimensions move the tile back to its tokens: addresses have 64 bits, so RAGGED times 2^34 is nothing. (As
-    in Triton's `tools/ragged_tma.py`.)
+    Else a row's last tile would have values of the next row, and zero times these might not be a number. A tile is
+    loaded as if the row's last token were the last of RAGGED ones, so the hardware puts zeros after it. Two more
+    dimensions move the address back, by RAGGED tokens, and on by those before the row's end: addresses have 64 bits,
+    so RAGGED times 2^34 is nothing. (As in Triton's `tools/ragged_tma.py`.)
     """
     stride, most = matrix.stride(0), 2**31 - 1
     shape, strides = [most, most, RAGGED.value, matrix.shape[1]], [2**34 - stride, stride, stride, 1]

@@ -46,7 +46,7 @@ WINDOW = tl.constexpr(256)  # keys that are counted one by one, at most
 NARROW, REACH = tl.constexpr(32), tl.constexpr(0.0866)  # a window's keys at least, and z above and below its middle
 PARTS = 16  # of a row
 SAMPLED = tl.constexpr(16)  # chunks of a row, at least, if some are a sample of it
-ROUNDS = tl.constexpr(3)  # in which a sample is searched: its own error is larger than what a fourth would add
+ROUNDS = tl.constexpr(3)  # in which a sample is searched before keys are counted: a fourth would add little
 DONE, SEARCH = tl.constexpr(-(1 << 31)), tl.constexpr(1 - (1 << 31))  # in place of the first key that is counted
 SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits of a float32 that are 0 in each dtype
 

@@ -31,7 +31,8 @@ _thresholds: list[tuple[int, int, int]] = []  # before each block of `young` tha
 def young() -> Iterator[None]:
     """Until the block ends, automatic collections leave out objects that have survived two of them.
 
-    For work that makes many objects of which none are in cycles, as log-probabilities are.
+    For work that makes many objects of which none are in cycles, as log-probabilities are. Python 3.14 has no full
+    collections, and ignores this.
     """
     with _lock:
         _thresholds.append(gc.get_threshold())

@@ -86,7 +86,9 @@ class ServeBench(Options):
         if self.sampling is not None and not isinstance(self.sampling, Mapping):
             raise ConfigError(f'sampling takes an object of fields, as {{"top_p": 0.95}}, not {self.sampling!r}')
         if set_by_others := OWN_FIELDS & set(self.sampling or ()):
-            raise ConfigError(f"sampling cannot set {', '.join(sorted(set_by_others))}: the other options do")
+            raise ConfigError(
+                f"sampling cannot set {', '.join(sorted(set_by_others))}: the benchmark or its other options do"
+            )
 
 
 ServeBench.__doc__ = with_field_help(ServeBench.__doc__, ServeBench)

@@ -560,8 +560,8 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 # * `table_ptr` is `None` if the keys have been *gathered*: copied from their blocks to a buffer where a row's keys
 #   follow each other. Then a tile is a rectangle of a matrix, and a single `load` reads it (in `_described`): `k_ptr`
 #   and `v_ptr` are *tensor descriptors*, which tell the GPU the shape of that matrix. The keys of a new prompt are in
-#   such a matrix already, followed by those of other prompts (`PACKED`). There the descriptor ends with the row, and
-#   what a tile has beyond it is zeros.
+#   such a matrix already, followed by those of other prompts (`PACKED`). There each load is arranged to end with its
+#   row: what a tile has beyond it is zeros.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:_attend
@@ -577,7 +577,8 @@ run_with(served, before, combine, **attention_facts.in_shares(combine))
 #   the chip waiting. If the keys of all rows fit in the GPU's cache, this order holds for all rows together.
 # * In a long prompt, many tiles of queries read the same keys, and would look up the same blocks each time. So another
 #   kernel gathers the keys first (`kernels/gathered_keys.py`): one copy, which many programs read. For short prompts,
-#   or if the copy would take more memory than the queries, `prefill_kernel` reads the keys in place.
+#   or if the copy would take more memory than the queries, `prefill_kernel` reads the keys in their blocks. A new
+#   prompt needs neither.
 
 # %%
 # ENGINE: minillm.kernels.paged_attention:prefill_kernel

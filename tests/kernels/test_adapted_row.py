@@ -59,7 +59,7 @@ def test_a_product_and_its_adapters_term(rows, columns, ends, rank, dtype, devic
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", *only_in_proofs("gelu_tanh")])
-@pytest.mark.parametrize("rank", [12, *only_in_proofs(4, 16)])
+@pytest.mark.parametrize("rank", [12, *only_in_proofs(4, 16, 70)])
 def test_gate_and_up_get_their_terms_before_the_activation(rank, activation, dtype, device):
     x, weight = (
         random_tensor(1, 48, dtype=dtype, device=device),
@@ -114,6 +114,16 @@ def test_each_step_adds_its_own_h(rows, columns, ends, rank, device):
         x = random_tensor(1, columns, dtype=torch.float32, device=device)
         out, _ = adapted_row.product(x, weight, own)
         assert_close("adapted_row.product, steps", out, wanted_product(x, weight, own), torch.float32)
+
+
+@pytest.mark.gpu
+def test_more_helpers_than_programs_that_run_at_a_time(device):
+    x = random_tensor(1, 4096, dtype=torch.float32, device=device)
+    weight = random_tensor(2 * 40, 4096, dtype=torch.float32, device=device, scale=4096**-0.5)
+    own = term(4096, (40, 80), 512, torch.float32, device, scale=0.05)
+    out, _ = adapted_row.product(x, weight, own, activation="silu")
+    wanted = reference.gated_activation(wanted_product(x, weight, own), "silu")
+    assert_close("adapted_row.product, gated", out, wanted, torch.float32)
 
 
 def test_what_does_not_fit_is_refused(device):
