@@ -2,8 +2,8 @@
 
 import ast
 import builtins
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,11 +39,14 @@ BUILT_IN = {
 }
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted((ROOT / "minillm").rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        if not name.startswith("minillm/data/"):
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
+    names = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "minillm").rglob("*.py"))}
+    return [
+        (name, ast.parse(path.read_text(encoding="utf-8")))
+        for name, path in names.items()
+        if not name.startswith("minillm/data/")
+    ]
 
 
 def is_exception(name: str) -> bool:

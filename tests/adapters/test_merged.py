@@ -111,7 +111,7 @@ def merged(directory, adapters, tmp_path_factory):
 )
 def test_random_requests_get_the_tokens_of_merged_models(options, directory, adapters, merged):
     """With a tiny pool, shared prefixes, preemption, and two slots for eight adapters."""
-    stats = random_requests(directory, adapters, merged, 60, 3, **options)
+    stats = random_requests(directory, adapters, merged, 40, 3, **options)
     assert stats["prefix_hit_tokens"] > 0
     assert stats["preemptions"] > 0
 

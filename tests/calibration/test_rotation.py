@@ -28,6 +28,7 @@ from minillm.model.single_row import SingleRow
 from minillm.quantization import Activations, Int8, Recipe
 from minillm.tokenizer import Tokenizer
 from tests import models
+from tests.proofs import only_in_proofs
 from tests.quantization.test_models import logits, twin
 
 ROTATED = [name for name in models.CONFIGS if not name.startswith(("gemma2", "gemma3"))]
@@ -119,7 +120,11 @@ def test_the_seed_chooses_the_signs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method", [Method("w8a8"), Method("gptq", group_size=64), Method("smoothquant"), Method("fp8")]
+    "method",
+    [
+        *(Method("w8a8"), Method("int4", group_size=64), Method("smoothquant"), Method("fp8")),
+        *only_in_proofs(Method("gptq", group_size=64)),
+    ],
 )
 def test_a_rotated_quantized_engine_equals_its_dequantized_twin(method, tmp_path):
     quantize(None, MethodRecipe.of(method, head="int8", rotate=True), tmp_path / "out", rows=2, length=32)

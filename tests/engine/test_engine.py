@@ -220,7 +220,7 @@ def test_an_unknown_operation_is_reported_by_name(directory):
 
 def test_random_aborts_in_a_tiny_pool_change_no_other_requests_tokens(directory):
     rng = random.Random(SEED + 2)
-    work = [([rng.randrange(2, 6) for _ in range(rng.randint(1, 30))], rng.randint(1, 20)) for _ in range(60)]
+    work = [([rng.randrange(2, 6) for _ in range(rng.randint(1, 30))], rng.randint(1, 20)) for _ in range(40)]
     with LLM(directory, dtype="float64", device="cpu", run_ahead=0, enable_prefix_caching=False) as llm:
         alone = [llm.generate(p, SamplingParams(max_tokens=n, temperature=0, ignore_eos=True))[0] for p, n in work]
     options = {"num_blocks": 30, "block_size": 4, "max_num_seqs": 7, "max_num_batched_tokens": 19, "run_ahead": 2}

@@ -125,8 +125,9 @@ def test_every_choice_of_a_prompt_fails_and_no_choice_of_another(llama):
 @pytest.mark.parametrize("way", ["penalties", *only_in_proofs("greedy", "temperature", "log-probabilities")])
 def test_captured_steps_tell_too(way, llama):
     with emulated_graphs(), engine(llama, dtype="float32", run_ahead=2) as llm:
-        alone = [llm.generate([prompt], asked(way))[0] for prompt in GOOD[:2]]
-        found = llm.generate([GOOD[0], [5, BAD], GOOD[1]], asked(way))
+        params = asked(way, max_tokens=6)
+        alone = [llm.generate([prompt], params)[0] for prompt in GOOD[:2]]
+        found = llm.generate([GOOD[0], [5, BAD], GOOD[1]], params)
         assert_ended(found[1])
         assert ids([found[0], found[2]]) == ids(alone)
 

@@ -275,6 +275,21 @@ def test_a_broken_model_is_not_one_that_no_method_fits():
         default_methods(model)
 
 
+@pytest.fixture(scope="module")
+def unfit(tmp_path_factory):
+    """Directories that cannot be compared: a quantized model, a rotated one, and one with another tokenizer."""
+    place = tmp_path_factory.mktemp("unfit")
+    model = load_model(dtype="float32")
+    save_model(model, EMBEDDED, place / "other")
+    tokenizer = json.loads((place / "other" / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["merges"] = []
+    (place / "other" / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    quantize(None, MethodRecipe.of(Method("int8")), place / "quantized")
+    rotate(model, torch.float32, down=False)
+    save_model(model, EMBEDDED, place / "rotated", torch.float32)
+    return place
+
+
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
@@ -290,20 +305,12 @@ def test_a_broken_model_is_not_one_that_no_method_fits():
         ([], {"task": "law"}, "no task 'law'; tasks are isles, text, mmlu"),
     ],
 )
-def test_names_that_cannot_be_compared_are_refused_before_any_work(names, options, message, tmp_path, monkeypatch):
-    model = load_model(dtype="float32")
-    save_model(model, EMBEDDED, tmp_path / "other")
-    tokenizer = json.loads((tmp_path / "other" / "tokenizer.json").read_text(encoding="utf-8"))
-    tokenizer["model"]["merges"] = []
-    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    quantize(None, MethodRecipe.of(Method("int8")), tmp_path / "quantized")
-    rotate(model, torch.float32, down=False)
-    save_model(model, EMBEDDED, tmp_path / "rotated", torch.float32)
+def test_names_that_cannot_be_compared_are_refused_before_any_work(names, options, message, unfit, monkeypatch):
     for work in ("hidden_states", "answers", "quantize"):
         monkeypatch.setattr(MODULE, work, lambda *_, **__: pytest.fail("work has begun"))
-    options = {name: value.format(tmp_path) for name, value in options.items()}
+    options = {name: value.format(unfit) for name, value in options.items()}
     with pytest.raises(ConfigError, match=message):
-        next(compare([name.format(tmp_path) for name in names], **options))
+        next(compare([name.format(unfit) for name in names], **options))
 
 
 def test_a_text_without_a_token_to_predict_is_refused():

@@ -1,5 +1,7 @@
 """Products of one row with what its adapter adds, in one launch, compared with float64."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -40,8 +42,13 @@ def wanted_product(x, weight, term):
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns", "ends", "rank"), SHAPES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "ends", "rank", "dtype"),
+    [
+        *((*shape, dtype) for shape, dtype in zip(SHAPES, cycle(DTYPES), strict=False)),
+        *only_in_proofs(*((*shape, dtype) for shape, dtype in zip(SHAPES, cycle(DTYPES[::-1]), strict=False))),
+    ],
+)
 def test_a_product_and_its_adapters_term(rows, columns, ends, rank, dtype, device):
     ends = (*ends, rows) if ends[-1] < rows else ends
     x, weight = (

@@ -7,6 +7,7 @@ from minillm.ops import reference
 from minillm.quantization import Activations
 from tests.kernels.compare import COMPILED, DTYPES, assert_close, random_tensor
 from tests.kernels.matrices import int4_matrix, int8_matrix
+from tests.proofs import pairwise
 
 integer_rows = pytest.importorskip("minillm.kernels.integer_rows", reason="triton is not installed here")
 pytestmark = pytest.mark.explore
@@ -28,9 +29,9 @@ if COMPILED:
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["int8", "int4", "int4 with zero points"])
-@pytest.mark.parametrize(("rows", "columns", "options"), SHAPES)
+@pairwise({
+    "rows, columns, options": SHAPES, "kind": ["int8", "int4", "int4 with zero points"], "dtype": DTYPES,
+})  # fmt: skip
 def test_a_product_equals_that_with_the_dequantized_matrix(rows, columns, options, kind, dtype, device):
     x, residual = (random_tensor(1, columns, dtype=dtype, device=device, scale=2.0) for _ in range(2))
     x[0, 3] = 300.0  # an outlier

@@ -49,11 +49,11 @@ def deliver(reducer, parts):
             reducer.inbox[int(epoch) & 1, rank, row, : len(sent)] = sent
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("columns", [80, 81])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_and_norms_are_those_of_all_parts_again_and_again(reducers, rows, columns, dtype):
-    for step in range(4):
+    for step in range(2):  # two sums each, so the second overwrites what the first has left in the inboxes
         torch.manual_seed(step)
         parts = [torch.randn(rows, columns).to(dtype) for _ in range(RANKS)]
         residual, norm = torch.randn(rows, columns).to(dtype), torch.rand(columns)
@@ -67,7 +67,7 @@ def test_sums_and_norms_are_those_of_all_parts_again_and_again(reducers, rows, c
             wanted, wanted_total = normalization.add_rms_norm(found, residual, norm, 1e-6)
             assert torch.equal(total, wanted_total)
             torch.testing.assert_close(normed, wanted)
-    assert reducers[0].epochs[:rows].tolist() == [8] * rows and not reducers[0].epochs[rows:].any()
+    assert reducers[0].epochs[:rows].tolist() == [4] * rows and not reducers[0].epochs[rows:].any()
 
 
 def test_parts_are_added_in_the_order_of_ranks(reducers):

@@ -93,9 +93,14 @@ def prompts():
     return [*made, made[1][:36] + made[0], made[2] + made[3]]
 
 
+def run(directory, prompts) -> list[list[int]]:
+    with LLM(directory, dtype="float64", device="cpu", max_model_len=128, block_size=4, num_blocks=600) as llm:
+        return [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
+
+
 @pytest.fixture(scope="module")
 def expected(directory, prompts):
-    return models.generated(directory, prompts, COUNT)
+    return models.generated(directory, prompts, COUNT, run(directory, prompts))
 
 
 @pytest.fixture
@@ -146,8 +151,7 @@ def test_freeing_window_blocks_gives_the_tokens_of_transformers(directory, promp
 def test_keeping_every_block_changes_no_token(directory, prompts, expected, monkeypatch):
     nothing = np.zeros(0, np.int32)
     monkeypatch.setattr(BlockTables, "expire", lambda tables, rows, computed: (nothing, nothing))
-    with LLM(directory, dtype="float64", device="cpu", max_model_len=128, block_size=4, num_blocks=600) as llm:
-        assert [completion.token_ids for completion in llm.generate(prompts, GREEDY)] == expected
+    assert run(directory, prompts) == expected
 
 
 def test_decode_graphs_use_every_groups_block_table(tmp_path):
@@ -156,7 +160,7 @@ def test_decode_graphs_use_every_groups_block_table(tmp_path):
     models.make("gemma2-grouped-untied").save_pretrained(tmp_path)
     options = {"dtype": "float32", "device": "cpu", "block_size": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     options["max_num_seqs"] = 2
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     prompts = [[5, 9, 60], list(range(20, 44))]
     with LLM(tmp_path, **options) as llm:
         wanted = [completion.token_ids for completion in llm.generate(prompts, params)]
@@ -165,7 +169,7 @@ def test_decode_graphs_use_every_groups_block_table(tmp_path):
         graphs = llm.engine.executor.runner.graphs.captured
         decodes = sum(graph.graph.count for graph in graphs.decodes.values())
         mixed = sum(each.graph.count for each in graphs.mixed.values())
-    assert found == wanted and decodes >= 10 and mixed == 2
+    assert found == wanted and decodes >= 7 and mixed == 2
 
 
 # ---- blocks

@@ -1,4 +1,4 @@
-"""Ranks' processes for tests: forked from one that has imported torch, so that each starts in no time."""
+"""Ranks' processes for tests: forked from one that has imported torch and this, so that each starts in no time."""
 
 import multiprocessing
 import subprocess
@@ -13,9 +13,10 @@ import torch
 from minillm import LLM
 from minillm.parallel.rank import Rank
 from minillm.parallel.ranks import Ranks
+from minillm.runner import memory
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["minillm.parallel.rank"])
+CONTEXT.set_forkserver_preload(["minillm.parallel.rank", __name__])  # each rank would import this module
 
 
 class Forked:
@@ -44,6 +45,11 @@ def start(theirs, arguments, plant=None) -> Forked:
     process = CONTEXT.Process(target=run, args=(theirs, arguments, plant), daemon=True)
     process.start()
     return Forked(process)
+
+
+def little_memory(rank: int) -> None:
+    """To plant. It is here because each rank imports the module that has it, and has imported this one."""
+    memory.CPU_CACHE_BYTES = 1 << 18  # for engines without num_blocks
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from minillm import LLM, SamplingParams, ops
 from minillm.errors import ConfigError
 from minillm.model.loader import EMBEDDED
 from minillm.ops.split_keys import FUSED
-from minillm.runner import memory
 from tests import models, peft_files
 from tests.engine.test_remote_executor import STREAMS, TIGHT, requests
 from tests.parallel import forked
@@ -15,13 +14,9 @@ from tests.parallel.test_tensor_parallel import PROMPTS, assert_the_same
 BETWEEN_TWO, BETWEEN_FOUR = ({"decode_context_parallel_size": ranks} for ranks in (2, 4))
 
 
-def little_memory(rank: int) -> None:
-    memory.CPU_CACHE_BYTES = 1 << 18  # for engines without num_blocks
-
-
 @pytest.fixture(scope="module")
 def two():
-    with forked.ranks(2, plant=little_memory) as ranks:
+    with forked.ranks(2, plant=forked.little_memory) as ranks:
         yield ranks
 
 

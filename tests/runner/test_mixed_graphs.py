@@ -173,7 +173,7 @@ def test_each_row_of_a_graph_gets_its_own_sampling_parameters(llm, directory):
     """The rows' parameters differ, so a result at the wrong row would be detected."""
     drawn = [
         ([5, 6, 7 + i], SamplingParams(**PLAIN | {"max_tokens": 4, "seed": i} | SAMPLING_OPTIONS[i % 7]))
-        for i in range(14)
+        for i in range(9)
     ]
     with LLM(directory, enforce_eager=True, **OPTIONS) as eager:
         assert eager.engine.executor.runner.graphs is None

@@ -50,6 +50,7 @@ PROMPTS = st.builds(
 )
 WINDOWS = [(None,), (None, None), (None, 8), (None, 8), (3, None), (5,), (None, 4, 4), (1,)]
 EXAMPLES, STEPS = 200, 50  # 10,000 steps
+SHORT_AND_LONG = pytest.mark.parametrize("examples", [EXAMPLES // 4, *only_in_proofs(EXAMPLES)])
 
 
 def mixed(values) -> int:
@@ -380,8 +381,9 @@ def run(machine: type[SchedulerMachine], **options) -> None:
 
 
 @pytest.mark.explore
-def test_any_schedule_gives_each_request_the_same_tokens_as_alone():
-    run(SchedulerMachine, max_examples=EXAMPLES // 2 * TIMES)
+@SHORT_AND_LONG
+def test_any_schedule_gives_each_request_the_same_tokens_as_alone(examples):
+    run(SchedulerMachine, max_examples=examples * TIMES)
 
 
 class AheadMachine(SchedulerMachine):
@@ -391,8 +393,9 @@ class AheadMachine(SchedulerMachine):
 
 
 @pytest.mark.explore
-def test_any_schedule_with_drafts_of_the_device_does_so_too():
-    run(AheadMachine, max_examples=EXAMPLES // 2 * TIMES)
+@SHORT_AND_LONG
+def test_any_schedule_with_drafts_of_the_device_does_so_too(examples):
+    run(AheadMachine, max_examples=examples * TIMES)
 
 
 class ForgetsReferences(BlockPool):

@@ -14,9 +14,9 @@ from minillm.kv_cache.attention_sinks import Stream, StreamTables
 from minillm.scheduler import Scheduler
 from tests.chance import TIMES
 from tests.scheduler.test_scheduler_state_machine import (
-    EXAMPLES,
     FINDINGS,
     SCHEDULES,
+    SHORT_AND_LONG,
     STOP,
     VOCABULARY,
     Device,
@@ -98,8 +98,9 @@ class StreamMachine(SchedulerMachine):
 
 
 @pytest.mark.explore
-def test_any_schedule_gives_streams_the_tokens_of_their_definition():
-    run(StreamMachine, max_examples=EXAMPLES // 2 * TIMES)
+@SHORT_AND_LONG
+def test_any_schedule_gives_streams_the_tokens_of_their_definition(examples):
+    run(StreamMachine, max_examples=examples * TIMES)
 
 
 class WithTables(Scheduler):

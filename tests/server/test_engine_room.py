@@ -24,6 +24,7 @@ from minillm.server.engine_room import state as room
 from minillm.server.engine_room.page import FILES, HERE
 from minillm.server.engine_room.state import EngineRoom
 from minillm.server.engine_side.metrics import Metrics
+from tests.proofs import only_in_proofs
 from tests.waiting import TIMEOUT, wait_until
 
 PROMPT = "The harbor of the island has a lighthouse, and the keeper of the lighthouse has a boat."
@@ -132,8 +133,7 @@ def test_drafts_are_shown_if_the_engine_makes_any(speculate):
     engine.close()
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("cells", [room.CELLS, 7])
+@pytest.mark.parametrize("run_ahead, cells", [(0, room.CELLS), (1, 7), *only_in_proofs((0, 7), (1, room.CELLS))])
 def test_the_cells_add_up_to_the_pool_at_every_step(run_ahead, cells):
     """Requests come, go, share blocks, are preempted and aborted; every block is in one state all the time."""
     engine = engine_of(num_blocks=11, run_ahead=run_ahead, max_num_batched_tokens=16)

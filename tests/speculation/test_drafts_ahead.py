@@ -103,7 +103,10 @@ def finds_some(monkeypatch, known: list[list[int]]) -> None:
     monkeypatch.setattr(device_drafts, "look_up", look_up)
 
 
-@pytest.mark.parametrize(("engine", "count"), [*((name, 5) for name in ENGINES), *only_in_proofs(("batched", 128))])
+SHORT = {"alone": 2, "batched": 5, "chunked": 3, "preempted": 5, "no prefix cache": 3, "int8 cache": 3}
+
+
+@pytest.mark.parametrize(("engine", "count"), [*SHORT.items(), *only_in_proofs(("batched", 128), ("alone", 5))])
 def test_drafts_of_the_device_change_nothing_that_a_request_gets(engine, count, ran, monkeypatch):
     """Drafts are right or wrong by a coin. Some engines pause rows without drafts, and go on without for a while."""
     prompts, params = plain(count, seed=len(engine))
@@ -225,7 +228,7 @@ def test_the_device_drafts_by_default_on_a_gpu_of_its_own():
 
 def test_rows_are_searched_a_few_at_a_time(ran, monkeypatch):
     """And get the same drafts: memory for the search does not grow with the number of rows."""
-    prompts, params = plain(6, 1)
+    prompts, params = plain(4, 1)
     with LLM(**MADE, **AHEAD) as llm:
         expected, whole = outcomes(llm, prompts, params), llm.stats()
     monkeypatch.setattr(device_drafts, "AT_ONCE", 100)
@@ -362,19 +365,26 @@ FAULTS = [
 ]
 
 
+FIRST = (
+    [REPEATED, "The dog saw. The dog saw. The dog", "a b a b a b"],
+    [SamplingParams(max_tokens=30, temperature=t, seed=1, ignore_eos=True) for t in (0, 0.3, 0)],
+)
+
+
+@pytest.fixture(scope="module")
+def without_drafts():
+    with LLM(**MADE, block_size=4) as llm:
+        return outcomes(llm, *FIRST)
+
+
 @pytest.mark.parametrize("plant", [None, *FAULTS])
-def test_a_planted_fault_is_found(plant, monkeypatch):
+def test_a_planted_fault_is_found(plant, without_drafts, monkeypatch):
     """In the first requests of any kind; without one, nothing is."""
-    prompts = [REPEATED, "The dog saw. The dog saw. The dog", "a b a b a b"]
-    params = [SamplingParams(max_tokens=30, temperature=t, seed=1, ignore_eos=True) for t in (0, 0.3, 0)]
-    made = MADE | {"block_size": 4}
-    with LLM(**made) as llm:
-        expected = outcomes(llm, prompts, params)
     if plant is not None:
         plant(monkeypatch)
-    with LLM(**made, **AHEAD) as llm:
+    with LLM(**MADE, block_size=4, **AHEAD) as llm:
         try:
-            found = differences(expected, outcomes(llm, prompts, params))
+            found = differences(without_drafts, outcomes(llm, *FIRST))
         except (AssertionError, IndexError):
             found = ["a scheduler's assertion"]
     assert bool(found) == (plant is not None)

@@ -50,18 +50,19 @@ def prefill_problem():
     return problem, paged_attention.AttentionConfig(32, 32, 4, 1)
 
 
-def every_trial(runner):
+def every_trial(runner, head):
     yield *decode_problem(), trials.decode_trial(decode_problem()[0], runner, TRAFFIC, 2, None)
     yield *prefill_problem(), trials.prefill_trial(prefill_problem()[0], runner, TRAFFIC, 64)
-    for sizes in ((384, 256, 0), (256, 256, 0), (768, 256, 1), (4096, 256, 0)):
+    for sizes in [(4096, 256, 0)] if head else [(384, 256, 0), (256, 256, 0), (768, 256, 1)]:
         problem, default = product_problem(*sizes)
         yield problem, default, trials.product_trial(problem, runner)
 
 
 @interpreted
 @torch.inference_mode()
-def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(runner):
-    for problem, default, trial in every_trial(runner):
+@pytest.mark.parametrize("head", [False, *only_in_proofs(True)])
+def test_the_default_launches_pass_the_check_and_a_corrupted_result_fails_it(head, runner):
+    for problem, default, trial in every_trial(runner, head):
         with launch_configs.using({problem: default._asdict()}):
             result = trial.calls[0]()
         assert trial.error(result) <= trial.tolerance, problem
@@ -139,7 +140,7 @@ def test_a_launch_that_was_fast_only_once_changes_nothing(runner):
 def test_a_launch_that_does_not_fit_or_is_wrong_is_never_timed(fault, runner, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
-    problem, default = product_problem(384, 256, 0)
+    problem, default = product_problem(256, 256, 0)
     kernel, bad = single_row.whole_rows_kernel, {"tile": 8, "warps": 4}
 
     class Faulty:

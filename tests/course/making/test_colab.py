@@ -27,18 +27,19 @@ def cells(copy, folder="notebooks/clean"):
 
 
 def test_each_lesson_without_outputs_has_a_badge_below_its_title_and_a_cell_that_installs(copy):
-    assert len(cells(copy)) == len(cells(export.ROOT)) > 10
+    lessons = cells(export.ROOT)
+    assert len(cells(copy)) == len(lessons) > 10
     for name, found in cells(copy).items():
         title, empty, badge, *_ = found[0].source.split("\n")
         assert title.startswith("# ") and not empty
         address = f"https://colab.research.google.com/github/ada/course/blob/term-2/notebooks/clean/{name}"
         assert badge.startswith("[![Open in Colab](") and badge.endswith(f"]({address})")
         assert found[1].source == colab.INSTALL.format(address="https://github.com/ada/course", branch="term-2")
-        (before, *others) = cells(export.ROOT)[name]
+        (before, *others) = lessons[name]
         assert [cell.source for cell in found[2:]] == [cell.source for cell in others]
         assert found[0].source.replace(f"\n{badge}\n", "", 1) == before.source
-        for notebook in copy.glob("notebooks/clean/*.ipynb"):
-            nbformat.validate(nbformat.read(notebook, as_version=4))
+    for notebook in copy.glob("notebooks/clean/*.ipynb"):
+        nbformat.validate(nbformat.read(notebook, as_version=4))
     executed = [cell.source for found in cells(copy, "notebooks").values() for cell in found]
     assert executed and not [each for each in executed if "colab.research" in each or "google.colab" in each]
 
