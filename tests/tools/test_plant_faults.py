@@ -23,10 +23,14 @@ TESTS = {
 }
 
 
-def test_every_faults_snippet_is_in_its_file_once_and_is_replaced():
+def test_every_faults_snippet_is_in_its_file_once_and_is_replaced_by_code():
+    """A fault that cannot be compiled would be caught by any test."""
     for fault in FAULTS:
         text = (ROOT / fault.file).read_text(encoding="utf-8")
-        assert fault.plant(text) != text, fault.name
+        planted = fault.plant(text)
+        assert planted != text, fault.name
+        if fault.file.endswith(".py"):
+            compile(planted, f"{fault.file}, {fault.name}", "exec")
 
 
 def test_the_tests_that_faults_name_exist():

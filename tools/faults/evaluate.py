@@ -51,7 +51,7 @@ FAULTS = (
         "recipes are checked only when their turn comes",
         COMPARE,
         "check_methods(llm.engine.model, chosen)",
-        "continue",
+        "pass",
         f"{COMPARE_TESTS} -k before_any_work",
     ),
     Fault(
