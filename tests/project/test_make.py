@@ -127,7 +127,17 @@ def test_without_a_python_that_fits_make_says_what_it_tried_and_how_to_get_one(t
 
 def test_continuous_integration_runs_all_tests_and_prints_a_summary_last():
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert lines[-2:] == ["make test", "exec make proofs"] and "set -euo pipefail" in lines
+    assert lines[-2:] == ["make test", "MINILLM_TESTS_UNTIL=$until exec make proofs"] and "set -euo pipefail" in lines
+
+
+@pytest.mark.parametrize(("until", "outcome"), [("1", "1 skipped"), ("9e9", "1 passed")])
+def test_no_test_begins_when_the_time_for_all_is_up(until, outcome):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cores.py"]
+    command += ["-k", "a_quota_of_any_group"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"MINILLM_TESTS_UNTIL": until}, capture_output=True, text=True
+    )
+    assert outcome in done.stdout and not done.returncode, done.stdout
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The identity of what is cached, when adapters come and go.  Lesson 15."""
 
-import builtins
 import random
 from collections.abc import Callable, Hashable, Iterator
+from unittest.mock import patch
 
 from ..shared.checks import Exercise, Explained, a_type
 
@@ -121,16 +121,13 @@ def _(make):
     "a router computes the keys, too: leave out what hash() or id() returns, the time, and random numbers",
 )
 def _(make):
-    own, found = builtins.hash, []
-    for process in range(2):
-        try:  # in another process, hash() of the same string returns another number
-            builtins.hash = lambda value, process=process: own((process, value))
+    own, found = hash, []
+    for process in range(2):  # in another one, hash() of the same string returns another number
+        with patch("builtins.hash", lambda value, process=process: own((process, value))):
             known = _loaded(make, "a", "b", "c")
             known.unload("b")
             known.load("d")
             found.append([_key(known, "ann", name) for name in (None, "a", "c", "d")])
-        finally:
-            builtins.hash = own
     if any("ann" not in key for key in found[0]):
         return  # another property's matter
     for name, one, other in zip((None, "a", "c", "d"), *found, strict=True):
