@@ -48,8 +48,8 @@ def obey(command: list[str], cluster, nodes: list) -> int | None:
             nodes.append(cluster.add_node(num_cpus=2, **ray_serve.agent_ports()))
         case ["run", text]:
             given = json.loads(text)
-            serve.start(http_options={"host": "127.0.0.1", "port": given.pop("port")})
-            serve.run(application(given), name="ours")
+            serve.start(**given["proxy"])
+            serve.run(application(given["arguments"]), name="ours")
         case ["delete", name]:
             serve.delete(name.strip())
         case ["places", name]:

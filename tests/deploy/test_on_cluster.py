@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.proof, pytest.mark.timeout(4 * TIMEOUT)]
 ROOT = Path(__file__).parents[2]
 # Ray's proxy has 5 seconds to start and 10 to answer, too few on a busy machine.
 PROXY = dict.fromkeys(("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"), str(TIMEOUT))
+# Proxies of two nodes would share one port, and connections to one that ends, as its node has no replicas, would break.
+PROXIES = "HeadOnly"
 LONG = {"max_tokens": 60, "stream": True}
 
 
@@ -130,6 +132,7 @@ def test_the_config_file_of_the_docs_and_serve_run_answer_the_openai_client(clus
     config = yaml.safe_load((ROOT / "docs" / "replicas.yaml").read_text(encoding="utf-8"))
     small, large = config["applications"][0]["args"]["models"]
     config["http_options"]["port"] = cluster.port
+    config["proxy_location"] = PROXIES
     small["options"]["device"] = "cpu"
     large |= {"model": str(TINY), "options": {"device": "cpu"}}  # the other one would have to be downloaded
     file = tmp_path / "replicas.yaml"
@@ -161,7 +164,9 @@ def test_an_application_answers_and_an_update_ends_no_stream(cluster):
     def run(rows: int, **more: str) -> None:
         options = {"device": "cpu", "max_num_seqs": rows}
         model = {"name": "three", "model": str(TINY), "replicas": 1, "cpus": 0.1, "options": options}
-        cluster.tell("run " + json.dumps({"port": cluster.port, "models": [model], "shutdown_grace": TIMEOUT} | more))
+        proxy = {"proxy_location": PROXIES, "http_options": {"host": "127.0.0.1", "port": cluster.port}}
+        arguments = {"models": [model], "shutdown_grace": TIMEOUT} | more
+        cluster.tell("run " + json.dumps({"proxy": proxy, "arguments": arguments}))
 
     run(2)
     ours = behind_rays_proxy(cluster)
