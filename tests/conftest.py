@@ -12,12 +12,15 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from minillm.course.shared.hasten import hasten
 from tests import chance
 
 # Triton decides at its first import whether to interpret kernels, and transformers imports it. Without a GPU, kernels
 # can only run interpreted, so this slows nothing down.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    hasten()
 
 # The last bits of a sum depend on the number of threads that compute it.
 torch.set_num_threads(1)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.errors import ConfigError, MissingPackage
 
+from .hasten import hasten
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -44,6 +46,8 @@ def triton_here() -> str:
             f"triton {triton.__version__} was imported before triton_here() could ask it to interpret, and now waits "
             "for a GPU: restart the kernel and run the cells from the top"
         )
+    if how == INTERPRETED:
+        hasten()
     return how
 
 

@@ -110,3 +110,47 @@ def test_strays_are_counted_and_have_no_effect(printed):
 
 def test_elements_that_several_programs_store_are_counted(printed):
     assert printed[1] == "0\n2\n"
+
+
+LOOKS = """
+import sys, torch, triton, triton.language as tl
+from triton.runtime import interpreter
+from minillm.course.shared.hasten import hasten
+looks, patch = 0, interpreter._patch_builtin
+def counted(*given):
+    global looks
+    looks += 1
+    patch(*given)
+interpreter._patch_builtin = counted
+if sys.argv[1:]:
+    hasten()
+@triton.jit
+def inside(at, step):
+    return (at * step + 3) % 7
+@triton.jit
+def kernel(x_ptr, low_ptr, STEPS):
+    at = tl.arange(0, 8)
+    total = tl.load(x_ptr + at)
+    for step in range(STEPS):
+        total += inside(at, step)
+    tl.store(x_ptr + at, total * tl.max(total, axis=0) + tl.load(low_ptr + at).to(tl.float32).to(tl.int32))
+for steps in (3, 30):
+    looks, x = 0, torch.arange(8, dtype=torch.int32)
+    kernel[(2,)](x, torch.full((8,), 1.5, dtype=torch.bfloat16), steps)
+    print(steps, x.tolist(), file=sys.stderr)
+    print(looks)
+"""
+
+
+def test_a_hastened_kernel_computes_the_same_and_looks_through_the_language_once(tmp_path):
+    script = tmp_path / "kernels.py"
+    script.write_text(LOOKS, encoding="utf-8")
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, script]
+    plain, hastened = (
+        subprocess.run([*command, *more], capture_output=True, text=True, env=environment) for more in ([], ["hasten"])
+    )
+    assert len(plain.stderr.splitlines()) == 2 and plain.stderr == hastened.stderr
+    (few, many), (first, second) = plain.stdout.split(), hastened.stdout.split()
+    assert int(many) > 3 * int(few)
+    assert int(first) >= int(second) > 0, "no more often for 30 calls than for 3"
