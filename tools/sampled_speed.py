@@ -1,13 +1,15 @@
 """Measure how fast sampled traffic runs with each kind of option, as a share of plain temperature's; needs a GPU.
 
     python tools/sampled_speed.py --record sampled-speed
+    python tools/sampled_speed.py --model smollm2-135m --record sampled-speed-trained   with a trained model's logits
     python tools/sampled_speed.py --tensor-parallel-size 2 --record sampled-speed-2     of a model on two GPUs
 
 Offline, with Gemma 2B's shape in bfloat16 and random weights: the likeliest token is nearly always the one before, and
-all others are about equally likely, which is the worst case for a search of the vocabulary. The kinds alternate, in
-RUNS runs after one that is not counted; a share is of the medians. Rows named "sample" are the kernels alone, on
-logits of a normal distribution ("flat"), or with a few that are far above it ("peaked"). On several GPUs they are left
-out: there the shares say what it costs that these options need all logits in one place.
+all others are about equally likely, which is the worst case for a search of the vocabulary. A trained model continues
+pieces of the held-out text. The kinds alternate, in RUNS runs after one that is not counted; a share is of the medians.
+Rows named "sample" are the kernels alone, on logits of a normal distribution ("flat"), or with a few that are far above
+it ("peaked"). With a trained model or several GPUs they are left out: the shares of several GPUs say what it costs that
+these options need all logits in one place.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -40,15 +43,25 @@ KINDS = {
     "logprobs 5": {"logprobs": 5},
 }
 VOCAB = 256_000
+RANDOM = "gemma-2b"
+TEXT = Path(__file__).parents[1] / "data" / "text" / "held_out.txt"
 
 
-def generated(ranks: int, runs: int, kinds: list[str]) -> Iterator[dict]:
-    """A row for each kind of sampling: tokens per second, and the share of plain temperature's."""
+def prompts_of(llm: LLM, is_trained: bool) -> list[list[int]]:
+    """REQUESTS prompts of INPUT tokens."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(10, VOCAB - 1000, INPUT).tolist() for _ in range(REQUESTS)]
+    if not is_trained:
+        return [rng.integers(10, VOCAB - 1000, INPUT).tolist() for _ in range(REQUESTS)]
+    text = llm.tokenizer.encode(TEXT.read_text(encoding="utf-8"))
+    return [text[start : start + INPUT] for start in rng.integers(0, len(text) - INPUT, REQUESTS)]
+
+
+def generated(model: str, ranks: int, runs: int, kinds: list[str]) -> Iterator[dict]:
+    """A row for each kind of sampling: tokens per second, and the share of plain temperature's."""
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
-    shape: dict = {"model": "gemma-2b", "load_format": "dummy", "dtype": "bfloat16"}
+    shape: dict = {"model": model, "load_format": "dummy" if model == RANDOM else "auto", "dtype": "bfloat16"}
     with LLM(**shape, max_num_seqs=1024, enable_prefix_caching=False, tensor_parallel_size=ranks) as llm:
+        prompts = prompts_of(llm, is_trained=model != RANDOM)
         for _ in range(runs + 1):
             for kind in kinds:
                 params = SamplingParams(**({"temperature": 1.0} | KINDS[kind]), max_tokens=OUTPUT, ignore_eos=True)
@@ -60,7 +73,7 @@ def generated(ranks: int, runs: int, kinds: list[str]) -> Iterator[dict]:
         yield {
             "workload": "generate", "kind": kind, "requests": REQUESTS, "input_len": INPUT, "output_len": OUTPUT,
             "output_tokens_per_s": rate, "share": rate / medians["temperature"], "runs": found[kind][1:],
-            **({"tensor_parallel": ranks} if ranks > 1 else {}),
+            **({"tensor_parallel": ranks} if ranks > 1 else {}), **({"model": model} if model != RANDOM else {}),
         }  # fmt: skip
 
 
@@ -89,14 +102,16 @@ def sampled() -> Iterator[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=RANDOM, help="this one has random weights, all others are trained")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--runs", type=int, default=RUNS, help="after one that is not counted")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="temperature first")
     parser.add_argument("--record", help="write a record of this name")
     arguments = parser.parse_args()
     begun, results = records.begin(arguments.record), []
-    ranks = arguments.tensor_parallel_size
-    for row in (*(sampled() if ranks == 1 else ()), *generated(ranks, arguments.runs, arguments.kinds)):
+    model, ranks = arguments.model, arguments.tensor_parallel_size
+    kernels_alone = sampled() if ranks == 1 and model == RANDOM else ()
+    for row in chain(kernels_alone, generated(model, ranks, arguments.runs, arguments.kinds)):
         results.append(row)
         print(json.dumps({key: value for key, value in row.items() if key != "runs"}), flush=True)
     if arguments.record:
