@@ -28,9 +28,10 @@ def hasten() -> None:
         if function not in languages:
             modules = filter(inspect.ismodule, function.__globals__.values())
             languages[function] = [each for each in modules if each in (tl, tl.core)]
-        if any(tl.core.is_builtin(each.load) for each in languages[function]):
-            return patch(function)
-        return interpreter._LangPatchScope()
+        known = languages[function]
+        if known and not any(tl.core.is_builtin(each.load) for each in known):
+            return interpreter._LangPatchScope()
+        return patch(function)
 
     def known_numpy_type(type_: Any) -> Any:
         scalar = type_.element_ty if isinstance(type_, tl.block_type) else type_
