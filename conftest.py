@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """MINILLM_TESTS_UNTIL, which continuous integration sets: no test begins later, in seconds since 1970."""
+    """Skip tests that would begin after MINILLM_TESTS_UNTIL, in seconds since 1970: continuous integration sets it."""
     if time.time() > float(os.environ.get("MINILLM_TESTS_UNTIL", "inf")):
         pytest.skip("not run: the time for all tests is up")
     if is_cell(item) and getattr(item.parent, "broken", False):

@@ -5,6 +5,7 @@ which no stream gets a token. Objects that stay until the server ends need no vi
 """
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -31,16 +32,31 @@ _thresholds: list[tuple[int, int, int]] = []  # before each block of `young` tha
 def young() -> Iterator[None]:
     """Until the block ends, automatic collections leave out objects that have survived two of them.
 
-    For work that makes many objects of which none are in cycles, as log-probabilities are. Python 3.14 has no full
-    collections, and ignores this.
+    For work that makes many objects of which none are in cycles, as log-probabilities are. A Python without full
+    collections, 3.14.0 for example, ignores this.
     """
     with _lock:
         _thresholds.append(gc.get_threshold())
         gc.set_threshold(*_thresholds[0][:2], NEVER)
+    begun_in = os.getpid()
     try:
         yield
     finally:
         with _lock:
-            first = _thresholds[0]
-            _thresholds.pop()
-            gc.set_threshold(*first[:2], NEVER if _thresholds else first[2])
+            if os.getpid() == begun_in:  # else the fork has ended it
+                first = _thresholds[0]
+                _thresholds.pop()
+                gc.set_threshold(*first[:2], NEVER if _thresholds else first[2])
+
+
+def _end_all() -> None:
+    """End all blocks of `young`, in a process that was just forked: their threads do not run there."""
+    global _lock
+    _lock = Lock()
+    if _thresholds:
+        gc.set_threshold(*_thresholds[0])
+        _thresholds.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_end_all)

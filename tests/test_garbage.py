@@ -1,6 +1,8 @@
 """Long-lived objects are left out of garbage collections while a server or `generate` runs, and not after that."""
 
 import gc
+import os
+import subprocess
 import sys
 import weakref
 
@@ -34,13 +36,22 @@ def test_garbage_is_collected_before_and_inside_but_what_stays_is_not_visited():
     assert any(each is kept for each in gc.get_objects())
 
 
+def kept_threshold() -> int:
+    """What is read after NEVER was set: 0 in a Python that has no full collections."""
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], garbage.NEVER)
+    kept = gc.get_threshold()[2]
+    gc.set_threshold(*before)
+    return kept
+
+
 def test_blocks_without_full_collections_restore_the_thresholds_in_any_order_even_if_they_raise():
     before = gc.get_threshold()
 
     def full() -> int:
         return gc.get_threshold()[2]
 
-    never = garbage.NEVER if sys.version_info < (3, 14) else 0
+    never = kept_threshold()
     first, second = garbage.young(), garbage.young()
     with pytest.raises(KeyError), first:
         second.__enter__()
@@ -53,9 +64,38 @@ def test_blocks_without_full_collections_restore_the_thresholds_in_any_order_eve
 
 def test_completions_of_many_tokens_do_not_cause_full_collections():
     before, seen = gc.get_threshold(), []
-    never = garbage.NEVER if sys.version_info < (3, 14) else 0  # it has no full collections
+    never = kept_threshold()
     with LLM(max_num_seqs=4, max_model_len=64) as llm:
         step = llm.engine.step
         llm.engine.step = lambda: (seen.append(gc.get_threshold()[2]), step())[1]
         llm.generate(["Once", "upon"], SamplingParams(max_tokens=4))
     assert seen and set(seen) == {never} and gc.get_threshold() == before
+
+
+FORKED = """
+import gc, os, threading
+from minillm import garbage
+before, inside, over = gc.get_threshold(), threading.Event(), threading.Event()
+def work():
+    with garbage.young():
+        inside.set()
+        over.wait()
+thread = threading.Thread(target=work)
+thread.start()
+inside.wait()
+child = os.fork()
+if not child:
+    with garbage.young():
+        pass
+    os._exit(gc.get_threshold() != before)
+_, status = os.waitpid(child, 0)
+over.set()
+thread.join()
+print(os.waitstatus_to_exitcode(status), gc.get_threshold() == before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_process_forked_inside_a_block_has_full_collections():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
+    assert done.stdout == "0 True\n", done.stderr

@@ -105,9 +105,11 @@ def main() -> None:
     parser.add_argument("--model", default=RANDOM, help="this one has random weights, all others are trained")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--runs", type=int, default=RUNS, help="after one that is not counted")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="temperature first")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--record", help="write a record of this name")
     arguments = parser.parse_args()
+    if "temperature" not in arguments.kinds or arguments.runs < 1:
+        parser.error("shares are of plain temperature's runs: name it among --kinds, and make --runs at least 1")
     begun, results = records.begin(arguments.record), []
     model, ranks = arguments.model, arguments.tensor_parallel_size
     kernels_alone = sampled() if ranks == 1 and model == RANDOM else ()

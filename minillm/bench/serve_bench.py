@@ -14,7 +14,7 @@ from .figures import check_slo
 # Fields of a request that other settings, or the way of measuring, decide.
 OWN_FIELDS = {
     *("model", "prompt", "max_tokens", "temperature", "stream", "stream_options"),
-    *("ignore_eos", "return_token_ids", "n"),
+    *("ignore_eos", "return_token_ids", "n", "stop", "stop_token_ids"),
 }
 
 
@@ -54,7 +54,7 @@ class ServeBench(Options):
     seed: int = option(0, "Of prompts and Poisson arrivals.")
     temperature: float = option(1.0, "0 always takes the likeliest token.")
     sampling: Mapping[str, Any] | None = option(
-        None, 'More of OpenAI\'s fields in each request, as JSON: {"top_p": 0.95}.', given_as=str | None
+        None, 'More fields of each request, as JSON: {"top_p": 0.95}.', given_as=str | None
     )
     vocab_size: int | None = option(
         None, "Ids to draw prompts from.  [default: as many as the server's list of models reports]", given_as=None
@@ -84,7 +84,7 @@ class ServeBench(Options):
         if self.slo is not None:
             self._set("slo", check_slo(self.slo))
         if self.sampling is not None and not isinstance(self.sampling, Mapping):
-            raise ConfigError(f'sampling takes an object of fields, as {{"top_p": 0.95}}, not {self.sampling!r}')
+            raise ConfigError(f'sampling takes an object of fields, such as {{"top_p": 0.95}}, not {self.sampling!r}')
         if set_by_others := OWN_FIELDS & set(self.sampling or ()):
             raise ConfigError(
                 f"sampling cannot set {', '.join(sorted(set_by_others))}: the benchmark or its other options do"

@@ -87,6 +87,8 @@ def bench_serve(
             settings["sampling"] = json.loads(settings["sampling"])
         except ValueError:
             raise ConfigError(f"--sampling takes JSON, not {settings['sampling']!r}") from None
+        if settings["sampling"] is None:
+            raise ConfigError('--sampling takes an object of fields, such as {"top_p": 0.95}, not null')
     if settings.get("rate") == math.inf:
         del settings["rate"]
     serve.run(url, **settings | ({"model": served_model_name} if served_model_name else {}))

@@ -4,6 +4,7 @@ Each node has room for a large replica (1.5 CPUs), and for some small ones. The 
 which `serve deploy` talks to.
 """
 
+import contextlib
 import json
 import sys
 
@@ -51,10 +52,19 @@ def obey(command: list[str], cluster, nodes: list) -> int | None:
             serve.start(**given["proxy"])
             serve.run(application(given["arguments"]), name="ours")
         case ["delete", name]:
-            serve.delete(name.strip())
+            delete(name.strip())
         case ["places", name]:
             return places(name.strip())
     return None
+
+
+def delete(application: str) -> None:
+    """Delete an application, however long it takes; Serve itself waits for a minute."""
+    from ray import serve
+
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return serve.delete(application)
 
 
 def places(application: str) -> int:

@@ -117,6 +117,7 @@ def server(tmp_path_factory):
     command = [sys.executable, "-m", "tests.deploy.served", "serve", "--port", "0", "--replicas", "2"]
     command += ["--set", "two:replicas=1,max_num_seqs=4,tensor_parallel_size=2"]
     command += ["--replica-cpus", "0.1", "--device", "cpu", "--max-num-seqs", "8", "--shutdown-grace", "1"]
+    command += ["--keep-alive-timeout", str(TIMEOUT)]  # no connection ends while a client is about to use it again
     command += ["--model", f"one={TINY}", "--model", f"two={TINY}"]
     environment = os.environ | {GATE: str(gate), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:

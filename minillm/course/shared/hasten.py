@@ -1,4 +1,4 @@
-"""Triton's interpreter, three times as fast: without what it repeats, or computes and never looks at.
+"""Make Triton's interpreter three times as fast: leave out what it repeats, and what it computes but never uses.
 
 Each call of a function inside a kernel looks through all of Triton's language for what to replace by interpreted code,
 though that was done when the kernel began. Each sum and product of integers is computed again in int64, for an assert
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def hasten() -> None:
-    """Do so in this process, where Triton interprets kernels; a Triton with other parts is left as it is."""
+    """Speed up the interpreter in this process; leave a Triton with other parts as it is."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -22,14 +22,15 @@ def hasten() -> None:
     builder, patch, numpy_type = interpreter.interpreter_builder, interpreter._patch_lang, interpreter._get_np_dtype
     languages: dict[Callable, list[Any]] = {}
     numpy_types: dict[str, Any] = {}
-    blocks: dict[tuple, tl.block_type] = {}
+    blocks: dict[tuple[str, str], tl.block_type] = {}
 
     def patch_once(function: Callable) -> Any:
         if function not in languages:
             modules = filter(inspect.ismodule, function.__globals__.values())
             languages[function] = [each for each in modules if each in (tl, tl.core)]
         known = languages[function]
-        if known and not any(tl.core.is_builtin(each.load) for each in known):
+        last = tl.core.tensor_descriptor_base.store  # replaced last and restored first: an interrupt may come between
+        if known and not any(map(tl.core.is_builtin, (last, *(each.load for each in known)))):
             return interpreter._LangPatchScope()
         return patch(function)
 
@@ -40,7 +41,7 @@ def hasten() -> None:
         return numpy_types[scalar.name]
 
     def block(element: Any, shape: Sequence[int]) -> Any:
-        key = (element.name, *shape)
+        key = element.name, str(shape)  # not the shape itself: True would be 1
         if key not in blocks:
             blocks[key] = tl.block_type(element, shape)
         return blocks[key]

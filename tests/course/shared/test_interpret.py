@@ -154,3 +154,35 @@ def test_a_hastened_kernel_computes_the_same_and_looks_through_the_language_once
     (few, many), (first, second) = plain.stdout.split(), hastened.stdout.split()
     assert int(many) > 3 * int(few)
     assert int(first) >= int(second) > 0, "no more often for 30 calls than for 3"
+
+
+INTERRUPTED = """
+import torch, triton, triton.language as tl
+from triton.runtime import interpreter
+from minillm.course.shared.hasten import hasten
+hasten()
+@triton.jit
+def double(x_ptr):
+    at = tl.arange(0, 4)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) * 2)
+def partly(scope):
+    scope._changes[:] = [each for each in scope._changes if each[0] is not tl]  # tl's own are restored last
+    restore(scope)
+    raise KeyboardInterrupt
+restore, interpreter._LangPatchScope.restore = interpreter._LangPatchScope.restore, partly
+try:
+    double[(1,)](torch.ones(4))
+except KeyboardInterrupt:
+    interpreter._LangPatchScope.restore = restore
+x = torch.ones(4)
+double[(1,)](x)
+print(x.tolist())
+"""
+
+
+def test_kernels_run_after_an_interrupt_of_the_interpreter(tmp_path):
+    script = tmp_path / "kernels.py"
+    script.write_text(INTERRUPTED, encoding="utf-8")
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert done.stdout == "[2.0, 2.0, 2.0, 2.0]\n", done.stderr
