@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from typing import Annotated, Any, Unpack
 
 import typer
@@ -83,12 +84,11 @@ def bench_serve(
     if "slo" in settings:
         settings["slo"] = figures.parse_slo(settings["slo"])
     if "sampling" in settings:
-        try:
-            settings["sampling"] = json.loads(settings["sampling"])
-        except ValueError:
-            raise ConfigError(f"--sampling takes JSON, not {settings['sampling']!r}") from None
-        if settings["sampling"] is None:
-            raise ConfigError('--sampling takes an object of fields, such as {"top_p": 0.95}, not null')
+        given = settings["sampling"]
+        with suppress(ValueError):
+            settings["sampling"] = json.loads(given)
+        if not isinstance(settings["sampling"], dict):
+            raise ConfigError(f'--sampling takes a JSON object of fields, such as {{"top_p": 0.95}}, not {given!r}')
     if settings.get("rate") == math.inf:
         del settings["rate"]
     serve.run(url, **settings | ({"model": served_model_name} if served_model_name else {}))

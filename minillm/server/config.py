@@ -94,7 +94,7 @@ class ServerConfig(Options):
         60.0, "seconds in which a client reads nothing of what waits for it, after which it is disconnected", above=0
     )
     keep_alive_timeout: float = option(
-        20.0, "seconds until an idle connection is closed, best more than clients keep theirs", above=0
+        20.0, "seconds until an idle connection is closed; best longer than clients keep theirs", above=0
     )
     shutdown_grace: float = option(
         5.0, "seconds that running requests have to finish when the server stops; 0 aborts them at once", from_=0

@@ -70,6 +70,8 @@ def test_fields_of_sampling_are_in_each_request_and_in_the_record():
     assert result["sampling"] == asked and all(asked.items() <= body.items() for body in fake.bodies[-2:])
     with pytest.raises(ConfigError, match="sampling cannot set max_tokens, prompt"):
         serve.run(url, sampling={"prompt": "x", "max_tokens": 1})
+    with pytest.raises(ConfigError, match="sampling cannot set stop"):
+        serve.run(url, sampling={"stop": "x"})
     with pytest.raises(ConfigError, match="an object of fields"):
         serve.run(url, sampling=[0.5])
 

@@ -225,6 +225,12 @@ def test_a_user_error_is_reported_in_one_line(arguments, dead_url):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("given", ["null", "[0.5]", "{top_p", ""])
+def test_sampling_that_is_no_object_is_refused_before_anything_is_sent(given, dead_url):
+    result = run("bench", "serve", "--url", dead_url, "--sampling", given)
+    assert result.exit_code == 2 and "--sampling takes a JSON object" in result.stderr
+
+
 def test_a_missing_package_points_to_the_doctor(monkeypatch):
     def absent(*arguments, **options):
         raise ModuleNotFoundError("No module named 'fastapi'")
