@@ -46,18 +46,18 @@ class Server:
         self.process, self.url, self.gate = process, url, gate
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT, max_retries=0)
 
-    def processes(self, words: str) -> list[psutil.Process]:
-        """The server's processes that have these words in their command."""
+    def processes(self, words: str, parents: str = "") -> list[psutil.Process]:
+        """The server's processes that have these words in their command, and those in their parent's."""
         found = []
         for each in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if words in " ".join(each.cmdline()):
+            with suppress(psutil.NoSuchProcess):  # it ends now
+                if words in " ".join(each.cmdline()) and parents in " ".join(psutil.Process(each.ppid()).cmdline()):
                     found.append(each)
         return found
 
     def engines(self, model: str) -> list[psutil.Process]:
         """The processes of a model's engines. Their parents are Ray's, which are the replicas."""
-        return [each for each in self.processes("gated_engine") if f"minillm:{model}:" in each.parent().cmdline()[0]]
+        return self.processes("gated_engine", f"minillm:{model}:")
 
     def metric(self, name: str, model: str = "") -> float:
         """The sum of a metric's samples, or of those of one model."""

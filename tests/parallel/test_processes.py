@@ -9,6 +9,7 @@ import sys
 import psutil
 
 from minillm import LLM, SamplingParams
+from tests.server.processes import commands_below
 from tests.waiting import wait_until
 
 OWNER = """
@@ -22,8 +23,8 @@ sys.stdin.readline()
 
 
 def ranks_of(engine: int) -> list[int]:
-    found = psutil.Process(engine).children()
-    return [each.pid for each in found if "minillm.parallel.rank" in each.cmdline()]
+    """The process ids of an engine's ranks, in their order."""
+    return [pid for pid, words in commands_below(engine).items() if "minillm.parallel.rank" in words]
 
 
 def test_ranks_end_with_their_owner_even_those_that_are_stopped():

@@ -5,7 +5,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import psutil
+
+
+def commands_below(pid: int, recursive: bool = False) -> dict[int, list[str]]:
+    """The words of the commands of a process's children, oldest first, without those that end meanwhile."""
+    found = {}
+    for each in psutil.Process(pid).children(recursive):
+        with suppress(psutil.NoSuchProcess):
+            found[each.pid] = (each.create_time(), each.cmdline())
+    return {pid: words for pid, (_, words) in sorted(found.items(), key=lambda item: item[1][0]) if words}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from minillm.server import logs
 from minillm.server.access import Access
 from minillm.server.logs import HELD, JsonLines, Unhurried
 from tests.server.processes import serving
+from tests.server.test_supervisor import engine_of
 from tests.waiting import TIMEOUT, wait_until
 
 SECRET = "The lighthouse keeper"
@@ -51,9 +52,9 @@ def test_a_served_request_is_a_line_of_json_without_its_text(model_directory):
             ask("nowhere", "/nothing")
             client.get("/health")
             client.get("/metrics")
-        (engine,) = [pid for pid in children(process) if command_of(pid).endswith("engine_process")]
+        engine = engine_of(process)
         os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: engine not in children(process))
+        wait_until(lambda: engine_of(process) != engine)
         wait_until(lambda: httpx.get(url + "/health", timeout=TIMEOUT).status_code == 200)
         process.terminate()
         output, errors = process.communicate(timeout=TIMEOUT)
@@ -77,18 +78,6 @@ def test_a_served_request_is_a_line_of_json_without_its_text(model_directory):
     ]
     assert any("the engine's process has ended" in line["message"] and line["level"] == "warning" for line in lines)
     assert len({line["pid"] for line in lines}) > 1
-
-
-def children(process) -> list[int]:
-    import psutil
-
-    return [each.pid for each in psutil.Process(process.pid).children()]
-
-
-def command_of(pid: int) -> str:
-    import psutil
-
-    return psutil.Process(pid).cmdline()[-1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import threading
 from types import SimpleNamespace
 
 import httpx
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,7 +23,7 @@ from minillm.server.ledger import Ledger
 from minillm.server.supervisor import supervisor
 from minillm.server.supervisor.fleet import ServerFailed
 from minillm.server.supervisor.supervisor import Supervisor
-from tests.server.processes import serving
+from tests.server.processes import commands_below, serving
 from tests.waiting import TIMEOUT, paused_steps, wait_until
 
 BODY = {"prompt": "The river", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -34,8 +33,7 @@ UNBOUNDED = ("--max-model-len", "64", "--attention-sinks", "4", "--attention-win
 
 def children(process) -> dict[int, str]:
     """The process ids of a server's processes, and what each runs."""
-    found = psutil.Process(process.pid).children()
-    return {each.pid: each.cmdline()[-1] for each in found if each.status() != psutil.STATUS_ZOMBIE}
+    return {pid: words[-1] for pid, words in commands_below(process.pid).items()}
 
 
 def engine_of(process) -> int | None:

@@ -203,7 +203,8 @@ def _confine(request: dict, keep: int) -> None:
         # Private memory that can be written. RLIMIT_AS also counts what libraries only reserve: torch needs far more.
         _limit(resource.RLIMIT_DATA, memory)
         if os.getuid():  # root has no such limit
-            mine = [each.num_threads() for each in psutil.process_iter() if each.uids().real == os.getuid()]
+            every = [each.info for each in psutil.process_iter(["uids", "num_threads"])]  # without those that end now
+            mine = [each["num_threads"] or 0 for each in every if each["uids"] and each["uids"].real == os.getuid()]
             _limit(resource.RLIMIT_NPROC, sum(mine) + THREADS)
 
 
