@@ -15,7 +15,7 @@ NOTEBOOK ?=
 EXAMPLES ?= 10
 # One process per core (conftest.py), one thread each. The tests of one file stay in one process: its fixtures are made
 # once, and the cells of a notebook run in order. Files start in their own order: notebooks, short ones, come last.
-IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.start -n auto --dist loadfile --no-loadscope-reorder
 # The files that have tests with a marker: to collect all others would take longer than to run some of these.
 marked = $(shell grep -rlE --include='test_*.py' '(pytest\.mark\.|tests\.)$(1)' tests | LC_ALL=C sort)
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import re
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for name in ("http_proxy", "https_proxy", "all_proxy"):
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
+# Without bytecode on disk, each of the processes that tests start compiles the engine again: half a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # The committed outputs of the lessons come from the embedded model.
 os.environ["MINILLM_TIER"] = "cpu"
 
+FULL_COLLECTION = 100  # collections of younger garbage before all objects are visited; Python has 10
 MOST_PROCESSES = 8  # each takes up to 1.5 GB of memory
 MESSAGE_SECONDS = 600  # nbval's default of 5 s per message is too short on a busy machine
 EVALUATE = (  # lessons that run many quantized models over much text
@@ -103,7 +108,8 @@ def pytest_collection(session: pytest.Session):
     try:
         return (yield)
     finally:
-        gc.freeze()  # they stay
+        gc.freeze()  # they stay, and so do most modules that tests import later: a visit to these takes half a second
+        gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION)
         gc.enable()
 
 

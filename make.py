@@ -29,7 +29,7 @@ STAMP, RAY_STAMP = VENV / ".installed", VENV / ".installed-ray"
 BIN = Path(".venv") / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = str(BIN / "python")
 LOCK, RAY_LOCK = "requirements.lock", "requirements-ray.lock"
-IN_PARALLEL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
+IN_PARALLEL = ["-p", "tests.start", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 Command = tuple[dict[str, str], list[str]]  # variables of the environment, and words
 

@@ -5,13 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from tests.project.makefile import RAY, ROOT, commands, pytest_arguments
+from tests.waiting import TIMEOUT
 
-PARALLEL = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
+PARALLEL = ["-p", "tests.start", "-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 NOTEBOOKS = ["--nbval", "--nbval-current-env"]
@@ -130,29 +132,37 @@ def test_continuous_integration_runs_all_tests_and_prints_a_summary_last():
     assert lines[-2:] == ["make test", "MINILLM_TESTS_UNTIL=$until exec make proofs"] and "set -euo pipefail" in lines
 
 
-@pytest.mark.parametrize(("until", "outcome"), [("1", "1 skipped"), ("9e9", "1 passed")])
-def test_no_test_begins_when_the_time_for_all_is_up(until, outcome):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cores.py"]
-    command += ["-k", "a_quota_of_any_group"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"MINILLM_TESTS_UNTIL": until}, capture_output=True, text=True
-    )
-    assert outcome in done.stdout and not done.returncode, done.stdout
-
-
 @pytest.fixture
-def processes(monkeypatch):
-    """The number of processes for `-n auto`, given the cores and whether there is a GPU."""
+def root_conftest(monkeypatch):
     spec = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
     module = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", dict(os.environ))
         spec.loader.exec_module(module)
+    return module
+
+
+def test_no_test_begins_when_the_time_for_all_is_up(root_conftest, monkeypatch, request):
+    for until in ("inf", str(time.time() + TIMEOUT)):
+        monkeypatch.setenv("MINILLM_TESTS_UNTIL", until)
+        root_conftest.pytest_runtest_setup(request.node)
+    monkeypatch.setenv("MINILLM_TESTS_UNTIL", "1")
+    with pytest.raises(pytest.skip.Exception, match="the time for all tests is up"):
+        root_conftest.pytest_runtest_setup(request.node)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.start", "-p", "no:cacheprovider", __file__]
+    command += ["-k", "install_ray"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "1 skipped" in done.stdout and not done.returncode, done.stdout
+
+
+@pytest.fixture
+def processes(root_conftest, monkeypatch):
+    """The number of processes for `-n auto`, given the cores and whether there is a GPU."""
 
     def count(cores: int, gpu: bool = False) -> int:
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        return module.pytest_xdist_auto_num_workers()
+        return root_conftest.pytest_xdist_auto_num_workers()
 
     return count
 
