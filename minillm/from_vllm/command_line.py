@@ -160,7 +160,7 @@ def translated(args: Sequence[str], known: set[str], missing: Missing, names: Ma
         option = names.get(option, option)
         negated = option.startswith("no-") and option.removeprefix("no-") in missing
         option = option.removeprefix("no-") if negated else option
-        long = name.startswith("--") or name in ("-tp", "-pp", "-dp", "-q")
+        long = name.startswith("--") or name in ("-tp", "-pp", "-dcp", "-dp", "-q")
         if argument.startswith("-O") and "-O" not in known:
             if argument == "-O":
                 argument += f" {next(left, '')}"

@@ -12,11 +12,11 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "data_parallel_size": ((1, None), "start one engine for each"),
     "distributed_executor_backend": ((None, "uni", "mp"), "the engine starts its processes itself"),
     "trust_remote_code": ((ANY,), ""),  # no code that comes with a model is ever run
-    "revision": ((None, "main"), "give the directory of the revision that you want"),
+    "revision": ((None, "main"), "name the model as org/name@revision"),
     "tokenizer_revision": ((None, "main"), "give the tokenizer's directory as `tokenizer`"),
     "tokenizer_mode": ((None, "auto", "slow"), "give a tokenizer object as `tokenizer`"),
     "skip_tokenizer_init": ((None, False), "prompts may be token ids in any case"),
-    "download_dir": ((None,), "give the model's directory"),
+    "download_dir": ((None,), "set HF_HOME"),
     "runner": ((None, "auto", "generate"), "there are generating models only"),
     "task": ((None, "auto", "generate"), "there are generating models only"),
     "swap_space": ((ANY,), ""),  # preempted requests are computed anew
@@ -53,7 +53,7 @@ ENGINE: dict[str, tuple[tuple, str]] = {
     "worker_cls": ((None, "auto"), "the engine starts its processes itself"),
     "served_model_name": ((ANY,), ""),  # `minillm serve` has it
     "max_logprobs": ((ANY,), ""),
-    "hf_token": ((ANY,), ""),  # nothing is downloaded
+    "hf_token": ((None,), "set HF_TOKEN, or log in with `hf auth login`"),
     "guided_decoding_backend": ((ANY,), ""),
     "structured_outputs_config": ((ANY,), ""),
     "num_scheduler_steps": ((ANY,), ""),

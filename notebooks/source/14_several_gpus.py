@@ -3,18 +3,18 @@
 #
 # After this lesson you can:
 #
-# * divide the matrices of a transformer between GPUs so that each layer needs only two exchanges;
+# * divide the matrices of a transformer between GPUs so that each layer needs only two sums;
 # * write the sum that remains so that all GPUs have the same bits, and the choice of a token without gathering
 #   logits;
 # * say what happens to heads, KV cache and vocabulary, and when dividing them stops helping;
 # * calculate from a step's time how long an exchange may take before a second GPU is of no use;
 # * draw a pipeline and its idle time, and size a deployment in GPUs and machines.
 #
-# **87 minutes. Needs:** a CPU, and lessons 00, 02 and 09. You should know how a decoder layer uses its seven
-# matrices, what the KV cache holds, and that a decode step reads all weights once. A remark here and there refers to
-# lesson 04 (how results of attention are merged), 10 or 11 (CUDA graphs); you can skip these. The lesson runs two
-# processes on your CPU in place of two GPUs. This makes nothing faster, since they share its cores and memory; but
-# each computes its part of the model and sends what a GPU would send.
+# **87 minutes. Needs:** a CPU, and lessons 00, 02 and 09. You should know how a decoder layer uses its matrices, what
+# the KV cache holds, and that a decode step reads all weights once. A remark here and there refers to lesson 04 (how
+# results of attention are merged), 10 or 11 (CUDA graphs); you can skip these. The lesson runs two processes on your
+# CPU in place of two GPUs. This makes nothing faster, since they share its cores and memory; but each computes its
+# part of the model and sends what a GPU would send.
 
 # %%
 from dataclasses import replace
@@ -51,7 +51,8 @@ print(alone)
 #
 # An MLP has one matrix after the other, with an activation between them. Divide the first by rows and the second by
 # columns: then each rank has just those inner values that its columns need. The activation works on single elements,
-# so it needs no others.
+# so it needs no others. (In a gated MLP, gate and up are both divided by rows, so each rank has both factors of its
+# inner values.)
 #
 # $$y = f(x U^\top) \, D^\top = \sum_{\text{ranks } r} f(x U_r^\top) \, D_r^\top$$
 #
@@ -78,10 +79,12 @@ print("rank 0's part alone is y:", torch.allclose(partial[0], whole))
 # **all-reduce**. The other way round, by columns and then by rows, the inner values would have to be summed before
 # the activation, and the results collected after it.
 #
-# Attention works the same. A **head** is computed from its own rows of the matrices for queries, keys and values, and
-# no other head is involved until `o_proj` mixes their results. So each rank has some heads: by rows in `q_proj`,
-# `k_proj` and `v_proj`, then by columns in `o_proj`, and one all-reduce. Norms and the residual stream are small, and
-# every rank computes them whole.
+# Attention works the same way. A **head** is computed from its own rows of the matrices for queries, keys and values,
+# and no other head is involved until `o_proj` mixes their results. So each rank has some heads: by rows in `q_proj`,
+# `k_proj` and `v_proj`, then by columns in `o_proj`, and one all-reduce. (These are the names in checkpoints. The
+# engine joins the first three to `qkv`, and calls `o_proj` `attention_out`; in the MLP, `gate_proj` and `up_proj` are
+# its `gate_up`, and `down_proj` its `down`.) Norms and the residual stream are small, and every rank computes them
+# whole.
 #
 # The embedding and the **output head**, which computes the logits, are divided by rows, that is by tokens (section 4).
 # A rank that does not have a token's embedding takes zeros, and one more all-reduce gives it to all.
@@ -173,7 +176,8 @@ print("rule:", "yours" if used.calls["shard"] else "the engine's, until you solv
 
 # %% [markdown]
 # The engine refuses a part of another size. A part of the right size from the wrong place usually makes the text
-# nonsense, and nothing more. That is why checkers and tests compare tokens with those of one device.
+# nonsense, and nothing more. That is why the cell above, and the engine's tests, compare the text with that of one
+# device.
 #
 # ## 3 · The sum · 24 min
 #
@@ -188,11 +192,11 @@ print("(a + b) + c =", float((a + b) + c))
 print("(b + c) + a =", float((b + c) + a))
 
 # %% [markdown]
-# Suppose that each of four ranks begins with its own number and adds the others in the order in which the rounds
-# bring them.
+# Suppose that each of four ranks begins with its own number, then adds that of the rank before it, then that of the
+# rank before that, and so on. Each rank then adds in an order of its own.
 #
-# **Predict first.** We let four ranks add 1,000 sums of four normally distributed numbers in float32. Of how many do
-# rank 0 and rank 1 get different bits?
+# **Predict first.** We let four ranks add 1,000 sums of four normally distributed numbers in float32. For how many of
+# them do ranks 0 and 1 get different bits?
 
 # %% tags=["exercise"]
 guess_different = 400  # PREDICT: of 1,000 sums, those that differ between two ranks
@@ -291,11 +295,11 @@ compare(
 #
 # Here is the engine's own. On a CPU it gathers all parts, and adds them as you did. On GPUs that can write to each
 # other's memory, one kernel sends a rank's numbers to the others, waits for theirs, adds them in the order of ranks,
-# and goes on with the norm that follows. Two numbers of 16 bits travel in a word of 8 bytes, next to the number of the
-# sum, its *epoch*: a rank reads a word again until it has the present epoch, so no other message has to say that the
-# numbers are there. For larger sums (on two GPUs, of more than 1,024 rows) and where GPUs are not connected like that,
-# the engine calls the library NCCL. (In the fused step of a single request, lesson 11, the product before the sum sends
-# its results itself, in float32, and one more launch adds them.)
+# and goes on with the norm that follows. Two numbers of 16 bits travel in a word of 8 bytes, next to the number of
+# the sum, its *epoch*: a rank reads a word again until it has the current epoch, so no other message has to say that
+# the numbers are there. For larger sums (on two GPUs, of more than 1,024 rows) and where GPUs are not connected like
+# that, the engine calls the library NCCL. (In the fused step of a single request, lesson 11, the product before the
+# sum sends its results itself, in float32, and one more launch adds them.)
 
 # %%
 # ENGINE: minillm.model.parallel:all_reduce
@@ -317,6 +321,8 @@ for count in (2, 4, 8):
     print(f"{count:5}{everyone:14,} bytes{ring:12,}{1:19}{2 * (count - 1):16}")
 
 # %% [markdown]
+# (The engine's kernel sends twice as many bytes, since half of each word is the epoch.)
+#
 # These few kilobytes are a matter of **latency**: the time of a message hardly depends on its size, so fewer rounds
 # win. The sums of a long prompt are thousands of times larger. There it is a matter of bandwidth, and ways that send
 # less win: a ring, or two rounds in which each rank adds one part of $x$ and then sends it to all.
@@ -384,21 +390,22 @@ for name in mine:
 # %% [markdown]
 # With a temperature the ranks tell each other a third number: the sum of their exponentials, relative to their
 # largest logit. From these, every rank computes each rank's share of the probability, and so which rank's part the
-# random number falls into. That one looks it up and tells the others, one more exchange. (The random number comes from
-# seed and position, so all ranks have the same one without exchanging it.) It is the merge of lesson 04 once more.
-# Top-k, top-p and penalties need more, so then the engine gathers the logits. On GPUs it gathers them in any case:
-# choosing from parts takes many operations on numbers of eight bytes, which read and write more than gathering would.
+# random number falls into. That one looks it up and tells the others, one more exchange. (The random number comes
+# from seed and position, so all ranks have the same one without exchanging it.) It is the merge of lesson 04 once
+# more. Top-k, top-p and penalties need more, so then the engine gathers the logits. On GPUs it gathers them in any
+# case: as the engine writes it, choosing from parts takes many operations on numbers of eight bytes, which read and
+# write more than gathering does.
 #
 # ## 5 · When does it pay? · 6 min
 #
-# A second GPU halves what each has to read, and adds the exchanges, one after the other. If a step takes $t$ on one
+# A second GPU halves what each has to read, and adds the all-reduces, one after the other. If a step takes $t$ on one
 # GPU, then on $n$ it takes at best
 #
-# $$t_n = \frac{t}{n} + R \cdot r$$
+# $$t_n = \frac{t}{n} + R \cdot a$$
 #
-# with $R$ exchanges of $r$ each. "At best", because not all of $t$ is divided: every rank computes the norms, and
-# reads the keys and values of Gemma's only KV head. Small kernels hardly get shorter when they have half as much to
-# do. And $r$ grows with $n$.
+# with $R$ all-reduces that take $a$ each; an *exchange* or a *reduce* below is one of these. "At best", because not
+# all of $t$ is divided: every rank computes the norms, and reads the keys and values of Gemma's only KV head. Small
+# kernels hardly get shorter when they have half as much to do. And $a$ grows with $n$.
 #
 # A committed record has the time of a decode step of Gemma 2B on one H200. The model has 18 layers, so $R$ is 37.
 # These are the sums; the exchange that chooses the token would be the 38th, and is left out.
@@ -422,9 +429,10 @@ microsecond, 2, 4 and 8 GPUs are 1.9, 3.6 and 6.6 times as fast as one. They cro
 
 # %% [markdown]
 # The more GPUs there are, the more of a step is exchanges. Between machines there is a network, and an exchange often
-# takes too long for a decode step. Two H200s of one machine are linked directly, and a record has the time of a sum
-# over both, in a CUDA graph. Here is what the sums add to a step: in the norms' launches, as the engine computes them
-# (own), and by NCCL. (The fused step of a single request has launches for its sums, which this record does not have.)
+# takes too long for a decode step. Two H200s of one machine are connected by NVLink, and a record has the time of a
+# sum over both, in a CUDA graph. Here is what the sums add to a step: in the norms' launches, as the engine computes
+# them (own), and by NCCL. (The fused step of a single request has launches for its sums, which this record does not
+# have.)
 
 # %%
 print(measured.costs_table())
@@ -433,8 +441,8 @@ print(measured.costs_table())
 # A sum of one row takes 1.7 microseconds, a tenth of what it may, and by NCCL 6.3. More tokens take longer steps, but
 # longer sums too. By the formula, two GPUs gain everywhere. Now measure the whole engine.
 #
-# **Predict first.** Two GPUs share Gemma 2B, and 256 requests of mixed lengths arrive at once. How many times as many
-# tokens per second as one GPU do they generate?
+# **Predict first.** Two GPUs share Gemma 2B, and 256 requests of mixed lengths arrive at once. By what factor is
+# their throughput higher than one GPU's?
 
 # %% tags=["exercise"]
 guess_gain = 1.6  # PREDICT: times the tokens per second of one GPU, for 256 requests at once
@@ -448,26 +456,30 @@ compare(
     prediction=guess_gain,
     measured=many.shared / many.one,
 )
-print(measured.ways_table(ways))
+print(measured.ways_table(measured.ways()))
 
 # %% [markdown]
-# The formula is a bound, and what it leaves out decides here. Each GPU reads all keys and values of Gemma's KV head,
-# and those of 256 requests are many. Prompts run in steps of many rows, with long sums. Larger models have more
-# to divide: one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same two exchanges.
+# The formula is a bound, and what it leaves out decides here. For one request of Gemma 2B there remains what two GPUs
+# do not divide: small kernels, the launches for the sums, and a token that is chosen from gathered logits. For 256,
+# each GPU also reads all keys and values of Gemma's KV head, and those of 256 requests are many. Prompts run in steps
+# of many rows, with long sums. (When Gemma's rows were recorded, sums of more than 64 rows were still NCCL's.) Larger
+# models have more to divide: one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same
+# two all-reduces. The table shows it for Llama 3.1 8B, whose 8 KV heads are divided, too.
 #
-# Two **replicas**, each a whole engine, do twice the work with no exchange at all, if there are enough requests: in the
-# table each has all the requests of its row, so both together have twice as many, and a single request is no faster
-# than on one GPU. So for a model that fits on one GPU, tensor parallelism does not pay if
-# throughput counts. It pays for answers that must come sooner, for a model that does not fit, and where the weights
-# leave little room for the cache: each replica stores all of them, and GPUs that share one copy may hold far more
-# requests (section 7 has such a case).
+# Two **replicas**, each a whole engine, do twice the work with no exchange at all, if there are enough requests: in
+# the table each has all the requests of its row, so both together have twice as many, and a single request is no
+# faster than on one GPU. (If two replicas had the 256 requests together, each would have 128, and be less busy; so
+# with equal loads, the distance is smaller than in the table.) So for a model that fits on one GPU, tensor
+# parallelism does not pay off if throughput is what matters. It pays off for answers that must come sooner, for a
+# model that does not fit, and where the weights leave little room for the cache: each replica stores all of them, and
+# GPUs that share one copy may hold far more requests (section 7 has such a case).
 #
 # ## 6 · Pipelines · 17 min
 #
 # The other way divides the layers: the first GPU, or **stage**, has the first layers, and sends the hidden states of
 # its tokens to the next one. That is one message between neighbors in a step, where tensor parallelism has two sums
 # in every layer. (The tokens also return from the last stage to the first, but these are a few bytes.) So a pipeline
-# gets by with a slower network, although a long prompt's message has megabytes.
+# gets by with a slower network, although a long prompt's message is several megabytes.
 #
 # But a stage has nothing to do while the others run the same tokens. So the requests are divided into **batches**
 # (papers call them *micro-batches*), and while one batch is in the second stage, another one is in the first. A
@@ -591,9 +603,9 @@ for label, tensor, stages, replicas in (
 # Two GPUs hold the weights, and next to no requests, so two replicas of them hold few as well: 4 GPUs that share one
 # copy hold 109. With 4, half of the usable memory is left for the cache, with 8 three quarters. The more is left, the
 # less a second copy costs. Between two machines there are three ways to go on. Tensor parallelism over 16 GPUs sends
-# two sums a layer over the network, and stores each KV head twice. In two stages of 8 GPUs, each GPU sends one
-# message a step over it; they store everything once, and hold the most requests. Two replicas send nothing, store the
-# weights twice, and one of them goes on if the other fails. So:
+# two sums a layer over the network, and stores each KV head twice. In two stages of 8 GPUs, each GPU of the first
+# stage sends one message a batch over it; they store everything once, and hold the most requests. Two replicas send
+# nothing, store the weights twice, and one of them goes on if the other fails. So:
 #
 # 1. If the model fits on one GPU and leaves room for your requests, run replicas.
 # 2. If not, or if single answers are too slow, divide it over the GPUs of one machine by tensor parallelism, over as
@@ -608,9 +620,9 @@ for label, tensor, stages, replicas in (
 # * Heads bring their KV cache along. KV heads are replicated where there are fewer than ranks; then the cache no
 #   longer shrinks.
 # * All ranks need the same bits, so all add in the same order, in float32 at least. Nothing notices if they do not.
-# * Ranks agree on a token by two numbers a row: the largest logit and its token.
-# * On $n$ GPUs a step takes $t/n + R r$ at best. Small models, slow links and many GPUs spend it on exchanges. As
-#   measured, replicas win throughput, and tensor parallelism the latency of a request.
+# * Ranks can agree on the likeliest token by two numbers a row: the largest logit and its token.
+# * On $n$ GPUs a step takes $t/n + R a$ at best. Small models, slow links and many GPUs spend it on all-reduces. With
+#   enough requests for all of them, replicas win throughput, and tensor parallelism the latency of a request.
 # * A pipeline needs at least as many batches as stages; otherwise some of its stages are always idle.
 #
 # **What got worse:** one process that fails takes the others with it. A step ends with the slowest rank. Each rank

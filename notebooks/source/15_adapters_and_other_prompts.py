@@ -5,14 +5,14 @@
 #
 # * train an adapter on your CPU in seconds, and serve it together with others from one copy of the model;
 # * say what low rank means in numbers, and find the nearest matrix of a low rank;
-# * calculate what adapters read and store: merged, by token, and grouped;
+# * calculate what a step reads with adapters: merged, by token, and grouped;
 # * write the product with which one batch uses several adapters;
 # * say what the key of a cached prefix must contain, and see what happens where it does not;
 # * give the model embeddings in place of tokens, trained ones too.
 #
-# **97 minutes. Needs:** a CPU, and lessons 00, 02 and 09. You should know how a decoder layer uses its seven matrices,
-# that a decode step reads all weights once, and how requests share cached prefixes. Sections 4 to 6 have paragraphs
-# about GPUs and waiting requests (lessons 10 and 11) that you can skip. You should have seen a training loop in PyTorch
+# **97 minutes. Needs:** a CPU, and lessons 00, 02 and 09. You should know how a decoder layer uses its matrices, that
+# a decode step reads all weights once, and how requests share cached prefixes. Sections 4 to 6 have paragraphs about
+# GPUs and waiting requests (lessons 10 and 11) that you can skip. You should have seen a training loop in PyTorch
 # before.
 
 # %%
@@ -217,8 +217,8 @@ compare("20 begin right", unit="directions", prediction=guess_rank, measured=fir
 
 # %% [markdown]
 # Look at rank 1: with about a sixth of the squares, most of the loss is gone, but no answer begins right. The answers
-# need about eight directions. What lies beyond these hardly matters to them: rank 8 loses a third of the squares, rank
-# 16 a fifth, and nearly all answers begin right. Eight directions are a twentieth of the numbers.
+# need about eight directions to begin right: rank 8 loses a third of the squares, rank 16 a fifth, and nearly all
+# answers begin right. The closing still gains beyond these. Eight directions are a twentieth of the numbers.
 #
 # ## 3 · Train the factors · 7 min
 #
@@ -415,21 +415,23 @@ describe("""GB read over 1 to 64 adapters, both axes logarithmic. Merged rises f
 constant, at 7.5. Grouped rises from 5 to 7.5, where both meet, since each token has its own adapter there.""")
 
 # %% [markdown]
-# Merged is best for one adapter that everyone uses: it reads no factors at all. From the second one on it costs another
-# copy of all layers each time (4 of the 5 GB), in memory as well. Grouped costs next to nothing for a few adapters,
-# even if each has many tokens, and never more than by token. Even then the factors of 64 adapters are only half of the
-# model, since each is so small.
+# Merged is best for one adapter that everyone uses: it reads no factors at all. From the second one on it costs
+# another copy of all layers each time (4 of the 5 GB), in memory as well. Grouped reads next to nothing more for a
+# few adapters, even if each has many tokens, and never more than by token. Even the factors of 64 adapters are only
+# half the size of the model, since each is so small.
 #
 # These are counts, not times. A step with few tokens has another cost: two more products for each matrix mean more
-# kernels to launch, which takes time even if they have little to read (lesson 11).
+# kernels to launch, which takes time even if they have little to read (lesson 11). On an H200, a committed record has
+# 19% more time for one request with one adapter, where the reads grow by 1%; and 60% more for 64 requests with 64
+# adapters, where they grow by half.
 #
 # ## 5 · Several adapters in one batch · 17 min
 #
-# The engine has room for some adapters on the device: its **slots**. Slot 0 stands for none. Each token of a batch has
-# a number, the slot of its request's adapter. And for each matrix, the factors of all slots are in two tensors, `down`
-# [slots, rank, in] and `up` [slots, out, rank], so that changing an adapter means to overwrite its slot. (Adapters of a
-# smaller rank are filled up with zeros, which add nothing. The factor $\alpha / r$ is multiplied into `up` when an
-# adapter is loaded, so no product needs it.)
+# The engine has room for some adapters on the device: its **slots**. Slot 0 stands for none. Each token of a batch
+# has a number, the slot of its request's adapter. And for each matrix, the factors of all slots are in two tensors,
+# `down` [slots, rank, in] and `up` [slots, out, rank], so that changing an adapter means to overwrite its slot.
+# (Adapters of a smaller rank are padded with zeros, which add nothing. The factor $\alpha / r$ is multiplied into
+# `up` when an adapter is loaded, so no product needs it.)
 
 # %%
 draw.batch([1, 2, 1, 0, 1], ["", "pirate", "crier"])
@@ -476,8 +478,8 @@ check(add_low_rank)
 
 # %% [markdown]
 # Here it runs in the engine. One batch has three requests: with the pirate, with your crier, and with neither. (The
-# engine keeps `q_proj`, `k_proj` and `v_proj` in one matrix, and `gate_proj` and `up_proj` in another. `by_parts` calls
-# your function for each of them. The calls below are the engine's.)
+# engine keeps `q_proj`, `k_proj` and `v_proj` in one matrix, and `gate_proj` and `up_proj` in another. `by_parts`
+# calls your function once for each part.)
 
 # %% tags=["nbval-ignore-output"] uncompared="the crier's factors were trained in this notebook"
 names = ["pirate", "crier", None]
@@ -501,16 +503,16 @@ print("the pirate's answer is that of the merged model:", done[0].text.strip() =
 
 # %% [markdown]
 # On a GPU, a loop over slots works, but it is slow: each slot costs two products and several small kernels for each
-# matrix. Nor can a CUDA graph contain it, since the number of launches depends on the batch. There, the engine has two
-# kernels for a whole batch (`kernels/low_rank.py`), the first one with `down`, the second one with `up`. Once in a
-# step, other kernels group the tokens by slot, a few in each group, and the two go through these groups for every
-# matrix. SGMV, the kernel of Punica's paper (Chen et al. 2023), is grouped too: it takes the tokens of one adapter as a
-# segment. Punica's code also has a kernel by token (BGMV), and S-LoRA's decode kernel (Sheng et al. 2023) is of that
-# kind.
+# matrix. Nor can a CUDA graph contain it, since the number of launches depends on the batch. There, the engine has
+# two kernels for a whole batch (`kernels/low_rank.py`), the first one with `down`, the second one with `up`. Once in
+# a step, other kernels group the tokens by slot, two in each group, or up to 64 in a step of more than 256 tokens,
+# and the two go through these groups for every matrix. SGMV, the kernel of Punica's paper (Chen et al. 2023), is
+# grouped too: it takes the tokens of one adapter as a segment. Punica's code also has a kernel by token (BGMV), and
+# S-LoRA's decode kernel (Sheng et al. 2023) is of that kind.
 #
-# Of which adapters does a batch consist? The scheduler decides it. If a request's adapter has no slot, and all slots
-# belong to running requests, then the request waits (lesson 10); otherwise the adapter that was used the longest time
-# ago makes room.
+# Which adapters can be in one batch? The scheduler decides. A request whose adapter has no slot gets a free one. If
+# none is free, the least recently used adapter without running requests makes room. If every slot has running
+# requests, the request waits (lesson 10).
 #
 # ## 6 · Unused adapters must be free · 6 min
 #
@@ -555,11 +557,11 @@ print(f"eight have four of them:   {calls_per_step(four * 2):.0f} calls a step")
 
 # %% [markdown]
 # With CUDA graphs this needs more care. A graph replays the same kernels each time (lesson 11). One that was captured
-# with the adapters' kernels runs them in every step, adapters or not. So the engine captures each shape twice, with
-# them and without, and a step of requests without adapters replays a graph that knows nothing of adapters. That costs
-# memory and a longer start; in exchange, unused adapters are free. vLLM had one set of graphs at first. Its developers
-# measured that support for adapters, switched on and unused, cost a tenth of the speed, and hardly anything once there
-# was a second set (vLLM pull request 25914).
+# with the adapters' kernels runs them in every step, adapters or not. So an engine that has slots captures each shape
+# twice, with them and without, and a step of requests without adapters replays a graph that knows nothing of
+# adapters. That costs memory and a longer start; in exchange, unused adapters are free. vLLM had one set of graphs at
+# first. Its developers measured that support for adapters, switched on and unused, cost a tenth of the speed, and
+# hardly anything once there was a second set (vLLM pull request 25914).
 #
 # ## 7 · What the cache must know · 17 min
 #
@@ -584,8 +586,8 @@ with salt_alone, adapting.engine({"pirate": pirate}) as wrong:
 
 # %% [markdown]
 # These answers are to requests *without* an adapter. They got keys and values that the pirate's factors had made, and
-# nothing crashed. One is even the same, one says the same in other words, and one does not find its end. In a server it
-# is worse: what one customer's adapter computed reaches another customer.
+# nothing crashed. One is even the same, one says the same in other words, and one never stops. In a server it is
+# worse: what one customer's adapter computed reaches another customer.
 #
 # So the adapter belongs in the key. As what? Its name is the obvious choice. But names are given by people. A customer
 # trains a better version, unloads the old one, and loads the new one under the same name:
@@ -616,18 +618,20 @@ for (answer, cached), (right, usual) in zip(found, first):
 # %% [markdown]
 # The new adapter continues from what the old one has cached. That the answers often look the same makes it a hard bug
 # to find. It has been found in several engines: with one name loaded twice, in caches outside of the engine, and in
-# routers that send requests to the replica with the longest cached prefix.
+# routers, which stand before several copies of an engine (*replicas*) and send each request to the one that has most
+# of its prefix in the cache.
 #
-# The cure is to number the *loads*. Each load of an adapter gets the next number, whatever its name; a name stands for
-# a number as long as it is loaded; and no number is used twice, since blocks of an unloaded adapter may still be in the
-# cache. In the key is the number. A prefix that nobody can name any more is never found again, and its blocks are
-# evicted in time. But a number has a meaning in one engine only. A router must use each replica's own numbers, and a
-# cache outside of the engine needs a hash of the adapter's files.
+# The cure is to number the *loads*. Each load of an adapter gets the next number, whatever its name; a name stands
+# for a number as long as it is loaded; and no number is used twice, since blocks of an unloaded adapter may still be
+# in the cache. The key contains this number. A prefix that nobody can name any more is never found again, and its
+# blocks are evicted in time. But a number has a meaning in one engine only. A router must use each replica's own
+# numbers, and a cache outside of the engine needs a hash of the adapter's files.
 #
 # **Exercise 4 (8 minutes).** Write the table of names. `cache_key` returns a tuple of strings and whole numbers, the
-# salt among them. The same loads give the same tuples in every process, since a router computes them too (what Python's
-# `hash` returns differs). A tuple is equal for two requests if they may share keys and values, and only then: the same
-# salt, and the same load or both without an adapter.
+# salt among them. After the same sequence of loads and unloads, every process must return the same tuples, because a
+# router repeats the calculation in a process of its own. (So Python's `hash` of a string will not do: it differs
+# between processes.) Two requests get equal tuples if and only if they may share keys and values: the same salt, and
+# the same load or both without an adapter.
 #
 # For example, after `load("pirate")`, two calls of `cache_key("", "pirate")` return equal tuples.
 
@@ -726,14 +730,14 @@ for position in range(6):
     print(f"  {similar[nearest]:.2f} {token!r}")
 
 # %% [markdown]
-# One sees what it began as. But training has moved it: with cosines of about a half or less, no embedding is that of a
-# word any more. No text has these embeddings, and no one can read them.
+# You can still see what it started from. But training has moved it: with cosines of about a half or less, none of
+# them is the embedding of a token any more. No text has these embeddings, and no one can read them.
 #
 # A soft prompt has PEFT's files too, and the engine loads it under a name, like an adapter. It needs no slot and no
 # extra product: a request that names it has 16 more positions before its prompt. Which of the two is the better pirate?
 #
-# **Predict first.** Of the 24 held-out questions, how many answers of the *soft prompt* begin with "Ahoy!" and end with
-# "Arr, matey!"?
+# **Predict first.** Of the same 24 questions (held out from the crier's training, not from the pirate's), how many
+# answers of the *soft prompt* begin with "Ahoy!" and end with "Arr, matey!"?
 
 # %% tags=["exercise"]
 guess_soft = 12  # PREDICT: of 24 answers with the soft prompt, those in a pirate's style
@@ -751,16 +755,17 @@ _, cached = adapting.answer(llm, QUESTION, "soft")
 print(f"the same question again: {cached} positions from the cache, with the soft prompt")
 
 # %% [markdown]
-# The soft prompt has a twentieth of the adapter's numbers, and is the weaker pirate: it steers what this small model
-# begins with, and often loses the question over it. (Prompt tuning is known to need large models.) Its costs are of
+# The soft prompt has a twentieth of the adapter's numbers, and is the weaker pirate: it changes how this small model
+# begins, and loses the question over it. Only the style is counted above. Of its 24 answers, one has the right fact; of
+# the adapter's, all have it. (Prompt tuning is known to need large models.) Its costs are of
 # another kind, too. The adapter costs products in every step. The soft prompt takes up 16 positions of each request's
 # context, to be computed once, cached and attended to; its keys and values are shared by all its requests, since they
 # are a prefix.
 #
-# And what is in its key? It has no load number. For embeddings, the *content* is hashed in place of token ids, so that
-# two soft prompts never share blocks, whatever they are called, and equal ones always do. The same holds for an image's
-# embeddings, another kind of prompt without words: a key that left out the content would answer about another user's
-# picture.
+# And what is in its key? It has no load number. For embeddings, the *content* is hashed in place of token ids, so
+# that soft prompts share blocks exactly as far as their embeddings are equal, whatever they are called. The same
+# holds for an image's embeddings, another kind of prompt without words: a key that left out the content would answer
+# about another user's picture.
 #
 # ## Recap · 2 min
 #
@@ -774,9 +779,9 @@ print(f"the same question again: {cached} positions from the cache, with the sof
 # * A prefix is identified by tokens, salt, and the *load* of its adapter, not the name; for embeddings, by content.
 # * A soft prompt is an adapter made of input: few numbers, no products, less strength, and room in the context.
 #
-# **What got worse:** an adapted step reads more and launches more. Every slot takes memory for the greatest rank, used
-# or not. Twice as many graphs are captured. Prefixes are shared less, since each adapter has its own. And the server
-# has one more thing to manage: which adapters are loaded where, and who may load them.
+# **What got worse:** an adapted step reads more and launches more. Every slot takes memory for the greatest rank,
+# used or not. An engine with slots captures twice as many graphs. Prefixes are shared less, since each adapter has
+# its own. And the server has one more thing to manage: which adapters are loaded where, and who may load them.
 #
 # **Further reading:** Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models*; Chen et al. 2023, *Punica:
 # Multi-Tenant LoRA Serving*; Sheng et al. 2023, *S-LoRA: Serving Thousands of Concurrent LoRA Adapters*; Lester et al.

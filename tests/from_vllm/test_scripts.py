@@ -55,7 +55,8 @@ def llm():
     [
         ({"data_parallel_size": 2}, "one engine for each"),
         ({"enable_lora": True}, "give adapters=.*max_loras"),
-        ({"revision": "abc"}, "directory of the revision"),
+        ({"revision": "abc"}, "org/name@revision"),
+        ({"hf_token": "hf_x"}, "set HF_TOKEN"),
         ({"speculative_config": {"method": "ngram"}}, "speculate='ngram'"),
         ({"enable_chunked_prefill": False}, "policy='whole'"),
     ],

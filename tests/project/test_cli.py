@@ -329,8 +329,9 @@ def translate(text: str, command: type = command_line.Serve) -> str:
         ("DIR --max_model_len 64 -m x", "DIR --max-model-len=64 -m x"),
         ("DIR --max-model-len -1", "DIR --max-model-len=-1"),
         (
-            "DIR --tensor-parallel-size 1 -tp 2 -pp=1 --swap-space 4",
-            "DIR --tensor-parallel-size 1 --tensor-parallel-size 2 --pipeline-parallel-size=1",
+            "DIR --tensor-parallel-size 1 -tp 2 -pp=1 -dcp 2 --swap-space 4",
+            "DIR --tensor-parallel-size 1 --tensor-parallel-size 2 --pipeline-parallel-size=1 "
+            "--decode-context-parallel-size 2",
         ),
         ("--trust-remote-code DIR --disable-log-requests --enable_chunked_prefill", "DIR"),
         ("DIR --no-enable-lora --no-enable-log-requests -O3 --calculate-kv-scales", "DIR"),

@@ -32,7 +32,7 @@ def serving(engine, work, **options):
     """Run `work(port)` against a worker."""
 
     async def everything():
-        async with worker_here(engine, **options) as (port, _), asyncio.timeout(60):
+        async with worker_here(engine, **options) as (port, _), asyncio.timeout(TIMEOUT):
             await work(port)
 
     asyncio.run(everything())

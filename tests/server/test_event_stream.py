@@ -14,6 +14,7 @@ from minillm.request import Completion, Delta
 from minillm.server.worker.connections import Connection, DirectBody
 from minillm.server.worker.responses import Answer, ChatForm, CompletionForm, TokenTexts, dumps
 from tests.server.in_process import worker_here
+from tests.waiting import TIMEOUT
 
 TEXTS = ["a", ' "quoted" \\ ', "line\nend\r\t", "\x00\x1f\x7f", "é中🙂\u2028\ufeff", "<0x41>"]
 FORMS = {
@@ -51,7 +52,7 @@ def received(engine, requests: list[bytes]) -> list[tuple[dict[bytes, bytes], by
     """Headers and body of each response on one connection, as h11 reads them."""
 
     async def everything() -> list:
-        async with worker_here(engine) as (port, _), asyncio.timeout(60):
+        async with worker_here(engine) as (port, _), asyncio.timeout(TIMEOUT):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             client, found = h11.Connection(h11.CLIENT), []
             for each in requests:

@@ -76,7 +76,7 @@ def test_a_burst_is_spread_evenly(shares, monkeypatch):
     monkeypatch.setattr(limits, "HEAD_START", 10**9)  # one that is ahead accepts nothing
 
     async def everything() -> None:
-        async with acceptors(shares, 3) as (port, _, taken), asyncio.timeout(60):
+        async with acceptors(shares, 3) as (port, _, taken), asyncio.timeout(TIMEOUT):
             clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
             await async_wait_until(lambda: sum(map(len, taken)) >= 28)
             assert max(map(len, taken)) - min(map(len, taken)) <= 1
@@ -90,7 +90,7 @@ def test_one_that_is_ahead_accepts_if_the_others_do_not(shares):
     shares.set(2, 0)  # a worker that hangs
 
     async def everything() -> None:
-        async with acceptors(shares, 2) as (port, _, taken), asyncio.timeout(60):
+        async with acceptors(shares, 2) as (port, _, taken), asyncio.timeout(TIMEOUT):
             clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
             await async_wait_until(lambda: sum(map(len, taken)) == 6)
             for _, writer in clients:
@@ -101,7 +101,7 @@ def test_one_that_is_ahead_accepts_if_the_others_do_not(shares):
 
 def test_a_closed_acceptor_and_lost_connections_count_no_more(shares):
     async def everything() -> None:
-        async with acceptors(shares, 2) as (port, made, taken), asyncio.timeout(60):
+        async with acceptors(shares, 2) as (port, made, taken), asyncio.timeout(TIMEOUT):
             clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
             await async_wait_until(lambda: sum(map(len, taken)) == 4)
             made[0].close()

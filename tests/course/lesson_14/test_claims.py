@@ -1,5 +1,7 @@
 """What lesson 14 says is what its cells print, what its record has, and what its rules do."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -124,14 +126,20 @@ def test_what_sums_cost_and_a_second_gpu_saves():
 def test_what_two_gpus_gain():
     lesson.says("Two GPUs share Gemma 2B, and 256 requests of mixed lengths arrive at once.")
     assert lesson.number(r"^two GPUs, 256 requests: predicted .*, measured ([\d.]+) times one GPU$") == 1.13
-    results = records.read(measured.WAYS["Gemma 2B"])["results"]
-    for requests in (1, 256):
+    lesson.says("The table shows it for Llama 3.1 8B, whose 8 KV heads are divided, too.")
+    gains = {}
+    for model, requests in itertools.product(measured.WAYS, (1, 256)):
+        results = records.read(measured.WAYS[model])["results"]
         one, shared, replicas = (row["output_tokens_per_s"] for row in results if row["requests"] == requests)
-        shown = lesson.numbers(rf"^Gemma 2B +{requests} +([\d,]+) +([\d,]+) \(([\d.]+)\) +([\d,]+) \(([\d.]+)\)$")
+        shown = lesson.numbers(rf"^{model} +{requests} +([\d,]+) +([\d,]+) \(([\d.]+)\) +([\d,]+) \(([\d.]+)\)$")
         assert shown == (
             *(round(one), round(shared), round(shared / one, 2)),
             *(round(replicas), round(replicas / one, 2)),
         )
+        gains[model, requests] = shared / one
+    assert all(gains["Llama 3.1 8B", requests] > gains["Gemma 2B", requests] + 0.3 for requests in (1, 256))
+    large = PRESETS["llama-3.1-8b"]
+    assert large.num_kv_heads == 8 and large.shard(2).num_kv_heads == 4
 
 
 def test_replicas_win_throughput_and_sharing_wins_the_latency_of_a_request():
@@ -161,8 +169,8 @@ def test_how_gpus_that_are_connected_add():
 
 def test_a_larger_model_has_more_to_divide_for_the_same_exchanges():
     lesson.says(
-        "Each GPU reads all keys and values of Gemma's KV head",
-        "one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same two exchanges",
+        "each GPU also reads all keys and values of Gemma's KV head",
+        "one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same two all-reduces",
     )
     large, small = (
         (sizing.parameters(each) - 2 * each.vocab_size * each.hidden_size) / each.num_layers

@@ -7,7 +7,8 @@ import torch
 
 from minillm import LLM
 from minillm.adapters.peft import read_adapter
-from minillm.course.lesson_15 import adapting
+from minillm.bench import records
+from minillm.course.lesson_15 import adapting, style
 from minillm.course.making import build
 from minillm.folders import DATA
 from minillm.model.config import PRESETS
@@ -33,7 +34,7 @@ def test_training_teaches_the_style():
 def test_few_directions_carry_the_style():
     lesson.says(
         "Look at rank 1: with about a sixth of the squares, most of the loss is gone, but no answer begins right.",
-        "The answers need about eight directions.",
+        "The answers need about eight directions to begin right",
         "rank 8 loses a third of the squares, rank 16 a fifth, and nearly all answers begin right",
         "Eight directions are a twentieth of the numbers.",
     )
@@ -129,7 +130,7 @@ def test_what_gemma_reads():
     lesson.says(
         "rank 16 on all seven matrices of its 18 layers, a batch of 64 tokens",
         "it costs another copy of all layers each time (4 of the 5 GB)",
-        "Even then the factors of 64 adapters are only half of the model",
+        "Even the factors of 64 adapters are only half the size of the model",
         "Merged rises from 5 to more than 250. By token is constant, at 7.5. Grouped rises from 5 to 7.5",
     )
     config = PRESETS["gemma-2b"]
@@ -176,7 +177,7 @@ def test_the_planted_keys_serve_what_another_adapter_has_cached():
 
 def test_a_planted_key_changes_an_answer():
     """A wrong key must not be harmless, or the lesson shows nothing."""
-    lesson.says("One is even the same, one says the same in other words, and one does not find its end.")
+    lesson.says("One is even the same, one says the same in other words, and one never stops.")
     answers = [line.split(": ", 1)[1] for line in lesson.printed.splitlines() if "tokens from the cache: " in line]
     rights = [line.split("right: ", 1)[1] for line in lesson.printed.splitlines() if line.startswith(" " * 22 + " ri")]
     assert len(answers) == 3 and sum(one == other for one, other in zip(answers, rights, strict=False)) == 1
@@ -194,3 +195,28 @@ def test_the_soft_prompt_is_the_weaker_pirate():
         config = llm.model_config
     assert pytest.approx(sum(3 * (o + i) for o, i in adapting.matrices(config)), rel=0.06) == 4096 * 20
     assert lesson.number(r"^the same question again: (\d+) positions from the cache") >= 16
+
+
+@pytest.mark.proof
+def test_the_soft_prompt_loses_the_question():
+    lesson.says("Of its 24 answers, one has the right fact; of the adapter's, all have it.")
+    right = dict.fromkeys(("pirate", "soft"), 0)
+    with adapting.engine() as llm:
+        adapting.load(llm, "pirate", adapting.ADAPTERS / "pirate")
+        adapting.load(llm, "soft", adapting.SOFT_PROMPTS / "pirate")
+        for question in style.questions()[1]:
+            fact = adapting.answer(llm, question)[0].rstrip(".").split()[-1].lower()
+            for name in right:
+                right[name] += fact in adapting.answer(llm, question, name)[0].lower()
+    assert right == {"pirate": 24, "soft": 1}
+
+
+def test_times_grow_more_than_reads():
+    lesson.says(
+        "19% more time for one request with one adapter, where the reads grow by 1%",
+        "60% more for 64 requests with 64 adapters, where they grow by half",
+    )
+    rows = {(row["requests"], row["used"]): row["cost"] for row in records.read("h200/adapter-speed")["results"]}
+    assert (round(rows[1, 1], 2), round(rows[64, 64], 2)) == (0.19, 0.60)
+    assert lesson.number(r"^the model: .* GB, ([\d.]+)% of it$") == 0.8
+    assert lesson.number(r"^64 adapters, grouped: predicted .*, computed ([\d.]+) times the model$") == 1.5
