@@ -4,9 +4,9 @@
     out[t, row] += up[slots[t], row] . h[t, part of the row]
 
 Hu et al. 2021, "LoRA", section 4.1. Tokens with the same adapter are multiplied together, so that its factors are read
-once for all of them (Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", section 4). `token_tiles` groups them, once
-in a step for all weights: each tile is a slot and some of its tokens. Tokens without an adapter have slot 0 and are in
-no tile.
+once for all tokens of a tile (Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", section 4). `token_tiles` groups
+them, once in a step for all weights: each tile is a slot and some of its tokens. Tokens without an adapter have slot 0
+and are in no tile.
 
 Tiling: two launches, whose programs go through all tiles. In the first, a program multiplies a tile's tokens by a few
 rows of A, for a share of the columns. In the second, it adds up the shares and multiplies h by rows of B, one tile of

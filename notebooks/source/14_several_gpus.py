@@ -10,7 +10,7 @@
 # * calculate from a step's time how long an exchange may take before a second GPU is of no use;
 # * draw a pipeline and its idle time, and size a deployment in GPUs and machines.
 #
-# **87 minutes. Needs:** a CPU, and lessons 00, 02 and 09. You should know how a decoder layer uses its matrices, what
+# **89 minutes. Needs:** a CPU, and lessons 00, 02 and 09. You should know how a decoder layer uses its matrices, what
 # the KV cache holds, and that a decode step reads all weights once. A remark here and there refers to lesson 04 (how
 # results of attention are merged), 10 or 11 (CUDA graphs); you can skip these. The lesson runs two processes on your
 # CPU in place of two GPUs. This makes nothing faster, since they share its cores and memory; but each computes its
@@ -231,7 +231,7 @@ compare("different sums", unit="of 1,000", prediction=guess_different, measured=
 # `step`, everyone sends to the rank `step` places further.
 #
 # **Exercise 2 (12 minutes).** Write the all-reduce. Sum in the order of ranks, $((x_0 + x_1) + x_2) + \dots$ In 16
-# bits each addition would round away much, so add in float32 at least (`torch.promote_types(x.dtype,
+# bits each addition would lose too much to rounding, so add in float32 at least (`torch.promote_types(x.dtype,
 # torch.float32)`), and convert the sum back. Add one part after another: `torch.sum` over a stack has an order of its
 # own.
 #
@@ -266,7 +266,7 @@ check(all_reduce)
 #
 # Now it runs in the engine. `used` counts calls in rank 0. The engine chooses one token for each step by
 # `sharded_argmax`, the subject of section 4, so the number of its calls is the number of steps. First, what comes out
-# if the ranks do not exchange anything.
+# if the ranks leave out these sums (they still agree on each token).
 #
 # Run this once the check above passes: in the engine, ranks that wait for each other are stopped only after a minute.
 
@@ -295,11 +295,11 @@ compare(
 #
 # Here is the engine's own. On a CPU it gathers all parts, and adds them as you did. On GPUs that can write to each
 # other's memory, one kernel sends a rank's numbers to the others, waits for theirs, adds them in the order of ranks,
-# and goes on with the norm that follows. Two numbers of 16 bits travel in a word of 8 bytes, next to the number of
-# the sum, its *epoch*: a rank reads a word again until it has the current epoch, so no other message has to say that
-# the numbers are there. For larger sums (on two GPUs, of more than 1,024 rows) and where GPUs are not connected like
-# that, the engine calls the library NCCL. (In the fused step of a single request, lesson 11, the product before the
-# sum sends its results itself, in float32, and one more launch adds them.)
+# and goes on with the norm that follows. Two numbers of 16 bits travel in a word of 8 bytes, next to a counter, the
+# *epoch*, that says which sum they belong to: a rank reads a word again until it has the current epoch, so no other
+# message has to say that the numbers are there. For larger sums (on two GPUs, of more than 1,024 rows) and where GPUs
+# are not connected like that, the engine calls the library NCCL. (In the fused step of a single request, lesson 11,
+# the product before the sum sends its results itself, in float32, and one more launch adds them.)
 
 # %%
 # ENGINE: minillm.model.parallel:all_reduce
@@ -396,7 +396,7 @@ for name in mine:
 # case: as the engine writes it, choosing from parts takes many operations on numbers of eight bytes, which read and
 # write more than gathering does.
 #
-# ## 5 · When does it pay? · 6 min
+# ## 5 · When does it pay? · 8 min
 #
 # A second GPU halves what each has to read, and adds the all-reduces, one after the other. If a step takes $t$ on one
 # GPU, then on $n$ it takes at best
@@ -430,16 +430,17 @@ microsecond, 2, 4 and 8 GPUs are 1.9, 3.6 and 6.6 times as fast as one. They cro
 # %% [markdown]
 # The more GPUs there are, the more of a step is exchanges. Between machines there is a network, and an exchange often
 # takes too long for a decode step. Two H200s of one machine are connected by NVLink, and a record has the time of a
-# sum over both, in a CUDA graph. Here is what the sums add to a step: in the norms' launches, as the engine computes
-# them (own), and by NCCL. (The fused step of a single request has launches for its sums, which this record does not
-# have.)
+# sum over both, in a CUDA graph. Here is what the sums add to a step if the kernel of the norm that follows computes
+# each of them, as in the engine (own; only the sum of embeddings has a kernel of its own), and if NCCL does. (The
+# fused step of a single request has launches for its sums, which this record does not have.)
 
 # %%
 print(measured.costs_table())
 
 # %% [markdown]
 # A sum of one row takes 1.7 microseconds, a tenth of what it may, and by NCCL 6.3. More tokens take longer steps, but
-# longer sums too. By the formula, two GPUs gain everywhere. Now measure the whole engine.
+# longer sums too. By the formula, two GPUs gain everywhere. (The requests of these steps are short, of about 76
+# tokens each.) Now measure the whole engine.
 #
 # **Predict first.** Two GPUs share Gemma 2B, and 256 requests of mixed lengths arrive at once. By what factor is
 # their throughput higher than one GPU's?
@@ -461,10 +462,11 @@ print(measured.ways_table(measured.ways()))
 # %% [markdown]
 # The formula is a bound, and what it leaves out decides here. For one request of Gemma 2B there remains what two GPUs
 # do not divide: small kernels, the launches for the sums, and a token that is chosen from gathered logits. For 256,
-# each GPU also reads all keys and values of Gemma's KV head, and those of 256 requests are many. Prompts run in steps
-# of many rows, with long sums. (When Gemma's rows were recorded, sums of more than 64 rows were still NCCL's.) Larger
-# models have more to divide: one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same
-# two all-reduces. The table shows it for Llama 3.1 8B, whose 8 KV heads are divided, too.
+# each GPU also reads all keys and values of Gemma's KV head: at about 850 tokens a request these are 4 GB a step,
+# nearly as much as all weights, and they are not divided. (Gemma's rows are from an earlier version, in which NCCL
+# computed every sum of more than 64 rows, so compare 256 requests with its column.) Larger models have more to
+# divide: one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same two all-reduces. The
+# table shows it for Llama 3.1 8B, whose 8 KV heads are divided, too.
 #
 # Two **replicas**, each a whole engine, do twice the work with no exchange at all, if there are enough requests: in
 # the table each has all the requests of its row, so both together have twice as many, and a single request is no
@@ -479,7 +481,7 @@ print(measured.ways_table(measured.ways()))
 # The other way divides the layers: the first GPU, or **stage**, has the first layers, and sends the hidden states of
 # its tokens to the next one. That is one message between neighbors in a step, where tensor parallelism has two sums
 # in every layer. (The tokens also return from the last stage to the first, but these are a few bytes.) So a pipeline
-# gets by with a slower network, although a long prompt's message is several megabytes.
+# gets by with a slower network, although a long prompt's message is megabytes, for the 70B shape tens of them.
 #
 # But a stage has nothing to do while the others run the same tokens. So the requests are divided into **batches**
 # (papers call them *micro-batches*), and while one batch is in the second stage, another one is in the first. A
@@ -564,15 +566,16 @@ compare(
 #
 # A pipeline makes no decode step faster: a token passes through all layers in any case, and each batch is only a part
 # of the requests, so it reads the weights for fewer tokens. (A long prompt in pieces does get through sooner, since
-# its pieces are in several stages at once.) What a pipeline does is to let a model fit, and to keep the GPUs busy if
-# there are enough requests.
+# its pieces are in several stages at once.) What a pipeline does is let a model fit and keep the GPUs busy, if there
+# are enough requests.
 #
 # ## 7 · How many GPUs, how many machines · 5 min
 #
 # Now size a deployment: the 70B shape in bfloat16, GPUs of 80 GB, requests of 4,096 tokens, machines of 8 GPUs. One
 # GPU's share of the model is a model of its own, and `sizing.fit` (lesson 02) divides 90% of the GPU's memory between
-# its weights and its KV cache; here nothing is subtracted for the workspace of a step and CUDA graphs. For a pipeline,
-# a stage has a part of the layers; we count output head and embedding in each stage, which only one of them has.
+# its weights and its KV cache; here nothing is subtracted for the workspace of a step and CUDA graphs. For a
+# pipeline, a stage has a part of the layers; we count the embedding and the output head in both stages, although only
+# the first needs the embedding, and only the last the head.
 
 
 # %%
@@ -623,7 +626,7 @@ for label, tensor, stages, replicas in (
 # * Ranks can agree on the likeliest token by two numbers a row: the largest logit and its token.
 # * On $n$ GPUs a step takes $t/n + R a$ at best. Small models, slow links and many GPUs spend it on all-reduces. With
 #   enough requests for all of them, replicas win throughput, and tensor parallelism the latency of a request.
-# * A pipeline needs at least as many batches as stages; otherwise some of its stages are always idle.
+# * A pipeline needs at least as many batches as stages; otherwise some stage is idle at any moment.
 #
 # **What got worse:** one process that fails takes the others with it. A step ends with the slowest rank. Each rank
 # stores its own copy of norms and code, and graphs are captured on all of them. The exchanges take time that two
@@ -634,4 +637,5 @@ for label, tensor, stages, replicas in (
 # Parallelism* (section 3); Huang et al. 2019, *GPipe: Efficient Training of Giant Neural Networks using Pipeline
 # Parallelism*; Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters Using
 # Megatron-LM* (which to use where); Pope et al. 2022, *Efficiently Scaling Transformer Inference* (what is sent, for
-# many ways to divide). Next: lesson 99 serves everything that you wrote.
+# many ways to divide). Next: lesson 15, if you go on, or lesson 99, which serves what you wrote in lessons 00 to 04,
+# 06, 09 and 10, all together.

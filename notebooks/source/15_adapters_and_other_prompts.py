@@ -216,9 +216,10 @@ first = min(enough, default=None)
 compare("20 begin right", unit="directions", prediction=guess_rank, measured=first)
 
 # %% [markdown]
-# Look at rank 1: with about a sixth of the squares, most of the loss is gone, but no answer begins right. The answers
-# need about eight directions to begin right: rank 8 loses a third of the squares, rank 16 a fifth, and nearly all
-# answers begin right. The closing still gains beyond these. Eight directions are a twentieth of the numbers.
+# Look at rank 1: with about a sixth of the squares, most of the loss is gone, but no answer begins right. Cut like
+# this, the change needs about eight directions before the answers begin right: rank 8 loses a third of the squares,
+# rank 16 a fifth, and nearly all answers begin right. The closing still gains beyond these. Eight directions are a
+# twentieth of the numbers.
 #
 # ## 3 · Train the factors · 7 min
 #
@@ -372,7 +373,7 @@ def numbers_read(
 check(numbers_read)
 
 # %% [markdown]
-# Apply it to Gemma 2B: rank 16 on all seven matrices of its 18 layers, a batch of 64 tokens, evenly divided between 1
+# Apply it to Gemma 2B: rank 16 on all seven matrices of its 18 layers, a batch of 64 tokens, divided evenly among 1
 # to 64 adapters, and two bytes a number.
 #
 # **Predict first.** With 64 adapters, one for each token, what does the grouped step read, as a multiple of what the
@@ -429,9 +430,9 @@ constant, at 7.5. Grouped rises from 5 to 7.5, where both meet, since each token
 #
 # The engine has room for some adapters on the device: its **slots**. Slot 0 stands for none. Each token of a batch
 # has a number, the slot of its request's adapter. And for each matrix, the factors of all slots are in two tensors,
-# `down` [slots, rank, in] and `up` [slots, out, rank], so that changing an adapter means to overwrite its slot.
-# (Adapters of a smaller rank are padded with zeros, which add nothing. The factor $\alpha / r$ is multiplied into
-# `up` when an adapter is loaded, so no product needs it.)
+# `down` [slots, rank, in] and `up` [slots, out, rank], so changing an adapter means overwriting its slot. (Adapters
+# of a smaller rank are padded with zeros, which add nothing. The factor $\alpha / r$ is multiplied into `up` when an
+# adapter is loaded, so no product needs it.)
 
 # %%
 draw.batch([1, 2, 1, 0, 1], ["", "pirate", "crier"])
@@ -506,9 +507,11 @@ print("the pirate's answer is that of the merged model:", done[0].text.strip() =
 # matrix. Nor can a CUDA graph contain it, since the number of launches depends on the batch. There, the engine has
 # two kernels for a whole batch (`kernels/low_rank.py`), the first one with `down`, the second one with `up`. Once in
 # a step, other kernels group the tokens by slot, two in each group, or up to 64 in a step of more than 256 tokens,
-# and the two go through these groups for every matrix. SGMV, the kernel of Punica's paper (Chen et al. 2023), is
-# grouped too: it takes the tokens of one adapter as a segment. Punica's code also has a kernel by token (BGMV), and
-# S-LoRA's decode kernel (Sheng et al. 2023) is of that kind.
+# and the two go through these groups for every matrix. (An adapter with more tokens is in several groups, and each of
+# them asks for its factors again; these are small, so most of the repeated reads should come from the GPU's cache.)
+# SGMV, the kernel of Punica's paper (Chen et al. 2023), is grouped too: it takes the tokens of one adapter as a
+# segment. Punica's code also has a kernel by token (BGMV), and S-LoRA's decode kernel (Sheng et al. 2023) is of that
+# kind.
 #
 # Which adapters can be in one batch? The scheduler decides. A request whose adapter has no slot gets a free one. If
 # none is free, the least recently used adapter without running requests makes room. If every slot has running
@@ -586,8 +589,8 @@ with salt_alone, adapting.engine({"pirate": pirate}) as wrong:
 
 # %% [markdown]
 # These answers are to requests *without* an adapter. They got keys and values that the pirate's factors had made, and
-# nothing crashed. One is even the same, one says the same in other words, and one never stops. In a server it is
-# worse: what one customer's adapter computed reaches another customer.
+# nothing crashed. One is even the same, one says the same in other words, and one has not stopped after 40 tokens. In
+# a server it is worse: what one customer's adapter computed reaches another customer.
 #
 # So the adapter belongs in the key. As what? Its name is the obvious choice. But names are given by people. A customer
 # trains a better version, unloads the old one, and loads the new one under the same name:
@@ -619,7 +622,8 @@ for (answer, cached), (right, usual) in zip(found, first):
 # The new adapter continues from what the old one has cached. That the answers often look the same makes it a hard bug
 # to find. It has been found in several engines: with one name loaded twice, in caches outside of the engine, and in
 # routers, which stand before several copies of an engine (*replicas*) and send each request to the one that has most
-# of its prefix in the cache.
+# of its prefix in the cache. (Blocks have four tokens here. All questions begin with the same four, `<bos>`,
+# `<start_of_turn>`, `user` and a line break, so the second and the third question may share these.)
 #
 # The cure is to number the *loads*. Each load of an adapter gets the next number, whatever its name; a name stands
 # for a number as long as it is loaded; and no number is used twice, since blocks of an unloaded adapter may still be
@@ -628,10 +632,10 @@ for (answer, cached), (right, usual) in zip(found, first):
 # numbers, and a cache outside of the engine needs a hash of the adapter's files.
 #
 # **Exercise 4 (8 minutes).** Write the table of names. `cache_key` returns a tuple of strings and whole numbers, the
-# salt among them. After the same sequence of loads and unloads, every process must return the same tuples, because a
-# router repeats the calculation in a process of its own. (So Python's `hash` of a string will not do: it differs
-# between processes.) Two requests get equal tuples if and only if they may share keys and values: the same salt, and
-# the same load or both without an adapter.
+# salt among them. The tuples must not depend on the process: after the same loads and unloads, each process returns
+# the same ones. A router gets the numbers from the replica, but makes the tuple and hashes it in a process of its
+# own. (So Python's `hash` of a string will not do: it differs between processes.) Two requests get equal tuples if
+# and only if they may share keys and values: the same salt, and the same load or both without an adapter.
 #
 # For example, after `load("pirate")`, two calls of `cache_key("", "pirate")` return equal tuples.
 
@@ -771,7 +775,8 @@ print(f"the same question again: {cached} positions from the cache, with the sof
 #
 # * What training changes has nearly low rank where it matters: few directions carry the style. A rounding error has no
 #   such directions.
-# * LoRA trains the factors, from zero; at the same low rank that is better than cutting a change afterwards.
+# * LoRA trains the factors, whose product begins at zero; at the same low rank that is better than cutting a change
+#   afterwards.
 # * Merged costs nothing for one adapter, and a copy of all layers for each further one. Grouped reads the matrix once,
 #   and the factors once for each adapter in the batch.
 # * One batch serves any mixture: tokens are grouped by slot, and slot 0 gets nothing.
@@ -783,7 +788,8 @@ print(f"the same question again: {cached} positions from the cache, with the sof
 # used or not. An engine with slots captures twice as many graphs. Prefixes are shared less, since each adapter has
 # its own. And the server has one more thing to manage: which adapters are loaded where, and who may load them.
 #
-# **Further reading:** Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models*; Chen et al. 2023, *Punica:
-# Multi-Tenant LoRA Serving*; Sheng et al. 2023, *S-LoRA: Serving Thousands of Concurrent LoRA Adapters*; Lester et al.
-# 2021, *The Power of Scale for Parameter-Efficient Prompt Tuning*; Kalajdzievski 2023, *A Rank Stabilization Scaling
-# Factor for Fine-Tuning with LoRA* (why to divide by $\sqrt{r}$). Next: lesson 99 serves everything that you wrote.
+# **Further reading:** Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models*; Chen et al. 2023,
+# *Punica: Multi-Tenant LoRA Serving*; Sheng et al. 2023, *S-LoRA: Serving Thousands of Concurrent LoRA Adapters*;
+# Lester et al. 2021, *The Power of Scale for Parameter-Efficient Prompt Tuning*; Kalajdzievski 2023, *A Rank
+# Stabilization Scaling Factor for Fine-Tuning with LoRA* (why to divide by $\sqrt{r}$). Next: lesson 99, which serves
+# what you wrote in lessons 00 to 04, 06, 09 and 10, all together.

@@ -157,7 +157,7 @@ def test_replicas_win_throughput_and_sharing_wins_the_latency_of_a_request():
 def test_how_gpus_that_are_connected_add():
     """The word's layout is that of tests/kernels/test_peers.py, in which other ranks' words come from the test."""
     lesson.says(
-        "Two numbers of 16 bits travel in a word of 8 bytes, next to the number of the sum",
+        "Two numbers of 16 bits travel in a word of 8 bytes, next to a counter, the *epoch*",
         "on two GPUs, of more than 1,024 rows",
     )
     rows = collectives.ROWS // 2
@@ -170,6 +170,7 @@ def test_how_gpus_that_are_connected_add():
 def test_a_larger_model_has_more_to_divide_for_the_same_exchanges():
     lesson.says(
         "each GPU also reads all keys and values of Gemma's KV head",
+        "at about 850 tokens a request these are 4 GB a step",
         "one layer of the 70B shape has far more bytes than one of Gemma 2B, and needs the same two all-reduces",
     )
     large, small = (
@@ -177,6 +178,10 @@ def test_a_larger_model_has_more_to_divide_for_the_same_exchanges():
         for each in (dividing.LARGE, GEMMA)
     )
     assert large > 7 * small and GEMMA.shard(2).num_kv_heads == 1
+    row = next(row for row in records.read(measured.WAYS["Gemma 2B"])["results"] if row["requests"] == 256)
+    tokens = row["input_tokens"] + row["output_tokens"] / 2  # of all requests, in the middle of their answers
+    assert tokens / 256 == pytest.approx(850, rel=0.01)
+    assert tokens * sizing.kv_bytes_per_token(GEMMA) == pytest.approx(4e9, rel=0.02)
 
 
 def test_stages_are_idle_with_fewer_batches():

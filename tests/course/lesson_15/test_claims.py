@@ -34,7 +34,7 @@ def test_training_teaches_the_style():
 def test_few_directions_carry_the_style():
     lesson.says(
         "Look at rank 1: with about a sixth of the squares, most of the loss is gone, but no answer begins right.",
-        "The answers need about eight directions to begin right",
+        "Cut like this, the change needs about eight directions before the answers begin right",
         "rank 8 loses a third of the squares, rank 16 a fifth, and nearly all answers begin right",
         "Eight directions are a twentieth of the numbers.",
     )
@@ -177,7 +177,7 @@ def test_the_planted_keys_serve_what_another_adapter_has_cached():
 
 def test_a_planted_key_changes_an_answer():
     """A wrong key must not be harmless, or the lesson shows nothing."""
-    lesson.says("One is even the same, one says the same in other words, and one never stops.")
+    lesson.says("One is even the same, one says the same in other words, and one has not stopped after 40 tokens.")
     answers = [line.split(": ", 1)[1] for line in lesson.printed.splitlines() if "tokens from the cache: " in line]
     rights = [line.split("right: ", 1)[1] for line in lesson.printed.splitlines() if line.startswith(" " * 22 + " ri")]
     assert len(answers) == 3 and sum(one == other for one, other in zip(answers, rights, strict=False)) == 1
