@@ -89,6 +89,7 @@ def runs(tmp_path_factory) -> dict[str, list[tuple[int, str, str]]]:
     command = [sys.executable, "-m", "pytest", *pytest_arguments("test"), "-n2", "-v", "-p", "no:cacheprovider"]
     command += ["--rootdir", folder]
     always = {name: value for name, value in os.environ.items() if name != "MINILLM_TESTS_UNTIL"}
+    always["PYTHONPATH"] = str(ROOT)  # which has what `-p` names
     tested = subprocess.run([*command, folder], cwd=folder, env=always, capture_output=True, text=True)
     for name in ("solved", *EVALUATING):
         assert f"{name}.ipynb" not in tested.stdout, f"{name} is left to the proofs"
