@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 import psutil
 
 
-def commands_below(pid: int, recursive: bool = False) -> dict[int, list[str]]:
+def commands_below(pid: int) -> dict[int, list[str]]:
     """The words of the commands of a process's children, oldest first, without those that end meanwhile."""
     found = {}
-    for each in psutil.Process(pid).children(recursive):
+    for each in psutil.Process(pid).children():
         with suppress(psutil.NoSuchProcess):
             found[each.pid] = (each.create_time(), each.cmdline())
     return {pid: words for pid, (_, words) in sorted(found.items(), key=lambda item: item[1][0]) if words}

@@ -203,9 +203,13 @@ def _confine(request: dict, keep: int) -> None:
         # Private memory that can be written. RLIMIT_AS also counts what libraries only reserve: torch needs far more.
         _limit(resource.RLIMIT_DATA, memory)
         if os.getuid():  # root has no such limit
-            every = [each.info for each in psutil.process_iter(["uids", "num_threads"])]  # without those that end now
-            mine = [each["num_threads"] or 0 for each in every if each["uids"] and each["uids"].real == os.getuid()]
-            _limit(resource.RLIMIT_NPROC, sum(mine) + THREADS)
+            _limit(resource.RLIMIT_NPROC, _threads(os.getuid()) + THREADS)
+
+
+def _threads(user: int) -> int:
+    """Return how many threads a user's processes have, without those that end meanwhile."""
+    every = [each.info for each in psutil.process_iter(["uids", "num_threads"])]
+    return sum(each["num_threads"] or 0 for each in every if each["uids"] and each["uids"].real == user)
 
 
 def _limit(what: int, most: int) -> None:

@@ -1,5 +1,8 @@
 """A submission gets the checker's own verdict, whatever it does to its process, its output or the checker."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -207,3 +210,17 @@ def test_no_checker_accepts_a_function_without_code():
     originals = judge.Originals()
     for name, exercise in checks.every().items():
         assert not judge._guarded(exercise, originals, []).accepts_nothing(), name
+
+
+def test_a_process_that_ends_while_a_users_threads_are_counted_is_left_out(monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        own = psutil.Process.num_threads
+
+        def counted(process: psutil.Process) -> int:
+            if process.pid == child.pid:
+                raise psutil.NoSuchProcess(process.pid)
+            return own(process) if process.pid == os.getpid() else 0
+
+        monkeypatch.setattr(psutil.Process, "num_threads", counted)
+        assert judge._threads(os.getuid()) == psutil.Process().num_threads() >= 1
+        child.kill()
