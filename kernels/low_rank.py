@@ -55,11 +55,11 @@ class Tiles(NamedTuple):
 # All programs of a launch have equal shares, so one that starts only when another has ended ends last, almost alone. So
 # few tokens have as many as run together: a multiprocessor has 65536 registers, a thread of inner_kernel up to 120.
 FEW = Tiles(
-    tokens=2, entries=16, columns=512, groups=4, pieces=1, shares=32, rows=256, blocks=16, dot=False,
+    tokens=2, entries=16, columns=512, groups=4, pieces=1, shares=8, rows=256, blocks=16, dot=False,
     programs=4, adders=6, registers=80, warps=4,
 )  # fmt: skip
 MANY = Tiles(
-    tokens=64, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=64, blocks=16, dot=True,
+    tokens=64, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=128, blocks=16, dot=True,
     programs=8, adders=8, registers=None, warps=4,
 )  # fmt: skip
 

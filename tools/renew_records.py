@@ -88,12 +88,15 @@ RECORDS = {
         "speculation": f"{DRAFTS} {SYNTHETIC} --record",
         "speculation-ahead": f"{DRAFTS} --ahead {SYNTHETIC} --record",
         "speculation-exact": f"{DRAFTS} --parts exact --output-len 128 --rounds 2 --record",
+        "speculation-smollm2-135m": "python tools/speculation_speed.py --ahead --parts tasks --record",
         "quantized-kernels": "python tools/quantized_kernels.py --record",
         "roofline": f"minillm bench roofline {GEMMA} --max-num-seqs 512 --max-model-len 4096 "
         "--batch 1 --batch 8 --batch 64 --batch 256 --batch 512 --prompt 400 --prompt 2048 --json",
         "roofline-workloads": f"minillm bench roofline {GEMMA} --max-num-seqs 3000 --max-model-len 2816 "
         f"{WORKLOADS} --json",
+        "sampled-serving": f"python tools/sampled_serving.py {GEMMA} --record",
         "sampled-speed": "python tools/sampled_speed.py --record",
+        "sampled-speed-trained": "python tools/sampled_speed.py --model smollm2-135m --record",
         "serving": f"python tools/serving_speed.py {GEMMA} --record",
         "splits": "python tools/kernel_splits.py --record",
         "start": "python tools/start.py --record",

@@ -78,10 +78,36 @@ def average_price(items):
         return 0
     return sum(item["price"] for item in items) / len(items)
 """
+CLASS = """class ShoppingCart:
+    def __init__(self, tax_rate):
+        self.items = []
+        self.tax_rate = tax_rate
+
+    def add_item(self, name, price, quantity):
+        if quantity <= 0:
+            raise ValueError("quantity must be positive")
+        self.items.append({"name": name, "price": price, "quantity": quantity})
+
+    def remove_item(self, name):
+        self.items = [item for item in self.items if item["name"] != name]
+
+    def total_price(self):
+        total = 0
+        for item in self.items:
+            total = total + item["price"] * item["quantity"]
+        total = total + total * self.tax_rate
+        return round(total, 2)
+
+    def average_price(self):
+        if len(self.items) == 0:
+            return 0
+        return sum(item["price"] for item in self.items) / len(self.items)
+"""
 TASKS = {
     "copy": f"Repeat the following text exactly, word for word:\n\n{NOTE}",
     "copy with edits": f"Repeat the following text, but write 'boat' instead of 'ferry' everywhere:\n\n{NOTE}",
     "edit code": f"Rename the variable `total` to `amount` in this code and print the whole code:\n\n{CODE}",
+    "edit a class": f"Rename the class `ShoppingCart` to `Basket` in this code and print the whole code:\n\n{CLASS}",
     "summarize": f"Summarize the following text in two sentences, using its words:\n\n{NOTE}",
     "explain": "Explain in a few sentences why the sky is blue.",
 }
