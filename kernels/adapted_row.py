@@ -6,10 +6,8 @@
 Hu et al. 2021, "LoRA", section 4.1. A and B are thin, so their bytes are few, but with a launch for each a layer of
 five launches would have thirteen. Here the first programs of a launch, its *helpers*, first multiply a few rows of A,
 or pieces of them if they are long. All programs multiply their rows of W, keep the sums in registers, and at last add
-their rows of B times h to all of them, before bias, activation and rounding. A helper asks for its rows of A while the
-launch before this one runs, and programs ask for their rows of B before they multiply, where registers allow it. The
-helpers tell h in 8-byte words that carry the number of the step, as GPUs tell each other parts of a sum (`peers`): who
-sees this step's number has h.
+their rows of B times h to all of them, before bias, activation and rounding. The helpers tell h in 8-byte words that
+carry the number of the step, as GPUs tell each other parts of a sum (`peers`): who sees this step's number has h.
 
 Helpers tell before they ask, and a GPU starts programs in the order of their numbers, so none waits for a program that
 cannot start. (NVIDIA's CUB relies on that order, too, in agent_scan.cuh. A helper with rows of W stays on the chip
@@ -44,7 +42,6 @@ AGAIN:
     setp.ne.b32 early, step, $2;
     @early bra AGAIN;
 }""")
-PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 class LowRankTerm(NamedTuple):
@@ -100,17 +97,6 @@ def _factor(b_ptr, rows, some, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
 
 
 @triton.jit
-def _ask_for(a_ptr, first, SIZE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Bring some rows of A into the L2 cache, and wait for nothing."""
-    LINE: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
-    LINES: tl.constexpr = WIDTH // LINE
-    lines = tl.arange(0, TILE * LINES)
-    entries, columns = first + lines // LINES, lines % LINES * LINE
-    at = a_ptr + tl.where((entries < SIZE) & (columns < COLUMNS), entries * COLUMNS + columns, 0)
-    tl.inline_asm_elementwise(PREFETCH, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def adapted_rows_kernel(
     x_ptr, post_norm_ptr, residual_ptr, sum_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, eps, ROWS, UP,
     slots_ptr, a_ptr, b_ptr, inner_ptr, step_ptr, a_stride, b_stride, workers, first_end, second_end,
@@ -136,17 +122,9 @@ def adapted_rows_kernel(
     if GATED:
         up = tl.load(at + UP, mask=mask, other=0.0)
     slot = tl.load(slots_ptr)
-    if COMPILED & (started < HELPERS) & (slot > 0):
-        _ask_for(a_ptr + slot * a_stride, started * TILE, SIZE, COLUMNS, WIDTH, TILE)
     wait_for_inputs(DEPENDENT)
     kind = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    asks = (slot > 0) & (program < workers)  # helpers without rows have nothing to add, and wait for nothing
-    each, ranks = tl.arange(0, TILES * TILE), tl.arange(0, RANK_TILE)
-    own = (program + each // TILE * workers) * TILE + each % TILE  # all rows of this program
-    b_ptr += slot * b_stride
-    if not GATED:  # two W's leave no registers to hold B in, and take long enough to bring it later
-        b = _factor(b_ptr, own, (own < ROWS) & asks, RANK, RANK_TILE)
     if post_norm_ptr is not None:
         scale = tl.load(post_norm_ptr + columns, mask=inside, other=0.0)
         x = normed(x, scale, eps, COLUMNS).to(kind).to(tl.float32)
@@ -183,9 +161,13 @@ def adapted_rows_kernel(
             up_sums = tl.where((tiles == tile)[:, None], y[None, :], up_sums)
             up = next_up
     y = tl.reshape(sums, [TILES * TILE])
+    asks = (slot > 0) & (program < workers)  # helpers without rows have nothing to add, and wait for nothing
+    each, ranks = tl.arange(0, TILES * TILE), tl.arange(0, RANK_TILE)
+    own = (program + each // TILE * workers) * TILE + each % TILE  # all rows of this program
+    b_ptr += slot * b_stride
+    b = _factor(b_ptr, own, (own < ROWS) & asks, RANK, RANK_TILE)
     if GATED:
         factor = tl.reshape(up_sums, [TILES * TILE])
-        b = _factor(b_ptr, own, (own < ROWS) & asks, RANK, RANK_TILE)
         up_b = _factor(b_ptr, ROWS + own, (own < ROWS) & asks, RANK, RANK_TILE)
         if asks:
             inner, up_inner = _told_of_two(inner_ptr, step, RANK, RANK_TILE, THREADS, COMPILED)
@@ -238,7 +220,6 @@ def adapted_long_rows_kernel(
         x = tl.load(x_ptr + few, mask=few < COLUMNS, other=0.0).to(tl.float32)
         tl.store(inner_ptr + each, packed(tl.sum(a.to(tl.float32) * x), step))
         a = next_a
-    b = _factor(b_ptr + slot * b_stride, rows, (rows < ROWS) & (slot > 0), RANK, RANK_TILE)
     total = tl.zeros([TILE, WIDTH], tl.float32)
     for start in tl.range(0, COLUMNS, WIDTH, num_stages=1):
         after = start + WIDTH
@@ -247,6 +228,7 @@ def adapted_long_rows_kernel(
         total += weight.to(tl.float32) * x[None, :]
         weight = next_weight
     y = tl.sum(total, 1)
+    b = _factor(b_ptr + slot * b_stride, rows, (rows < ROWS) & (slot > 0), RANK, RANK_TILE)
     if slot > 0:
         ranks, pieces = tl.arange(0, RANK_TILE)[:, None], tl.arange(0, PIECES_TILE)[None, :]
         some = (ranks < RANK) & (pieces < PIECES)

@@ -90,14 +90,7 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
         indices = np.flatnonzero(most > 0)
     if not len(indices):
         return None
-    asked = []
-    for i in indices.tolist():
-        request = self.requests[rows[i]]
-        assert request is not None, "a row that runs has a request"
-        tokens, prompt = self.tokens[rows[i], : known[i]], int(self.prompt[rows[i]])
-        sampled = request.params, request.seed, prompt, request.stop_ids
-        asked.append(Asked(request.request_id, tokens, int(most[i]), *sampled))
-    drafts = speculation.propose(asked)
+    drafts = speculation.propose([asked(self, rows[i], known[i], most[i]) for i in indices.tolist()])
     # The token after an end is never needed. -1, no token, pads the ends too.
     ends = (drafts[:, :, None] == self.stop_ids[rows[indices], None]).any(axis=2)
     counts = proposed = np.where(ends.any(axis=1), ends.argmax(axis=1), drafts.shape[1]).astype(np.int32)
@@ -107,6 +100,14 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
         counts = np.clip(left + counts - counts.cumsum(), 0, counts)
     speculation.proposed(rows[indices], known[indices], proposed)
     return _with_blocks(self, rows, queries, indices, drafts, counts) if counts.any() else None
+
+
+def asked(self: "Scheduler", row: int, count: int, most: int) -> Asked:
+    """A row's request and its first `count` tokens, for up to `most` drafts."""
+    request = self.requests[row]
+    assert request is not None, "a row that runs has a request"
+    sampled = request.params, request.seed, int(self.prompt[row]), request.stop_ids
+    return Asked(request.request_id, self.tokens[row, :count], int(most), *sampled)
 
 
 def _with_blocks(

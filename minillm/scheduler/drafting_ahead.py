@@ -5,6 +5,9 @@ that are right, and starts the next step after them (`runner.device_drafts`). Th
 a step. Until then it counts every draft as right: `known` and `computed` are the most tokens that a row may have, the
 row has blocks for all of them, and they never exceed the request's limit. `reject_ahead` subtracts the wrong ones. The
 device has started the row's steps in flight that much earlier, so the sums are right for these, too.
+
+A step in which the device may find drafts takes the time of one that has them all. So where it found none, the row goes
+on without, until the host finds one in what it has read: that costs microseconds, and texts repeat many tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +17,7 @@ import numpy as np
 from minillm.config import MOST_AHEAD
 from minillm.request import Request
 
-from .drafting import Drafts
+from .drafting import Drafts, asked
 from .policies import FirstComeFirstServed, Priority, ShortestPromptFirst
 from .step import Step
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 # They keep nothing between two steps, so it makes no difference how often they are asked.
 STATELESS = FirstComeFirstServed, Priority, ShortestPromptFirst
+
+MOST_LOOKED_UP = 16  # rows that the host looks at before a step; with more, they take turns
 
 
 def combines(self: "Scheduler") -> bool:
@@ -50,10 +55,24 @@ def needs_no_host(request: Request) -> bool:
     return not request.params.adjusts_logits and request.params.logprobs is None
 
 
+def look_again(self: "Scheduler") -> None:
+    """Let the device draft again for rows whose text, as far as it is read, goes on like an earlier place."""
+    speculation = self.speculation
+    assert speculation is not None, "without it there are no drafts"
+    rows = self.order[speculation.searches[self.order]]
+    turns = max(-(-len(rows) // MOST_LOOKED_UP), 1)
+    for row in rows[self.launched % turns :: turns].tolist():
+        if speculation.proposer.propose([asked(self, row, self.confirmed[row], 1)])[0]:
+            speculation.resume(row, int(self.known[row]))
+
+
 def draft_ahead(self: "Scheduler") -> Step | None:
     """Return the next step if the device can draft for it and a row is worth it; None: the host decides what runs."""
     speculation = self.speculation
-    if speculation is None or not combines(self):
+    if speculation is None or not speculation.on_device:
+        return None
+    look_again(self)
+    if not combines(self):
         return None
     rows, queries, _ = self._share_budget(self._runnable())
     known = self.known[rows]

@@ -13,7 +13,7 @@ from minillm.config import EngineConfig
 from minillm.errors import ConfigError
 from minillm.runner import device_drafts
 from minillm.runner.device_drafts import DeviceDrafts
-from minillm.scheduler import Scheduler
+from minillm.scheduler import Scheduler, drafting_ahead
 from minillm.speculation import Asked, NgramProposer, every_draft_runs
 from minillm.speculation.control import NEVER
 from tests import models
@@ -76,6 +76,17 @@ def as_on_a_gpu(llm: LLM) -> None:
     speculation.runs_ahead = True
 
 
+def always_looks(monkeypatch) -> None:
+    """Let the device go on looking for drafts where it found none."""
+
+    def look_again(scheduler: Scheduler) -> None:
+        speculation = scheduler.speculation
+        for row in scheduler.order[speculation.searches[scheduler.order]].tolist():
+            speculation.resume(row, int(scheduler.known[row]))
+
+    monkeypatch.setattr(drafting_ahead, "look_again", look_again)
+
+
 def plain(count: int, seed: int) -> tuple[list[str], list[SamplingParams]]:
     """Requests of all kinds, of which most combine with drafts of the device."""
     prompts, params = requests(count, seed)
@@ -129,6 +140,7 @@ def test_captured_steps_draft_and_count_on_the_device(options, ran, tmp_path, mo
     prompt_lookup = pytest.importorskip("minillm.kernels.prompt_lookup", reason="graphs need triton")
     models.make("gemma-multi-query", num_hidden_layers=1).save_pretrained(tmp_path)
     monkeypatch.setattr(prompt_lookup, "TILE", 32)
+    always_looks(monkeypatch)
     rng = random.Random(SEED + 2)
     prompts = [[rng.randrange(2, 90) for _ in range(rng.randint(1, 5))] * 3 for _ in range(4)]
     params = [
@@ -160,6 +172,44 @@ def counted_replays(llm: LLM) -> list[bool]:
 
     graphs.replay = counted
     return found
+
+
+def finds_nothing(tokens, lengths, counts, most):
+    return torch.full((len(tokens), most), -1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_where_the_device_found_nothing_the_host_looks_first(repeats, ran, monkeypatch):
+    """A step in which the device looks takes as long as one with drafts, even if it finds none."""
+
+    monkeypatch.setattr(device_drafts, "look_up", finds_nothing)
+    monkeypatch.setattr(NgramProposer, "propose", lambda self, asked: [[5] if repeats else [] for _ in asked])
+    with LLM(**MADE, **AHEAD) as llm:
+        as_on_a_gpu(llm)
+        (done,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+        assert len(done.outputs[0].token_ids) == 40
+    assert ran.steps > 10 if repeats else 1 <= ran.steps <= 3
+
+
+def test_of_many_rows_the_host_looks_at_a_few_before_each_step(monkeypatch):
+    looked = []
+
+    def propose(self, asked):
+        looked[-1].extend(each.request_id for each in asked if each.most == 1)
+        return [[] for _ in asked]
+
+    def schedule(scheduler, own=Scheduler.schedule):
+        looked.append([])
+        return own(scheduler)
+
+    monkeypatch.setattr(device_drafts, "look_up", finds_nothing)
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    monkeypatch.setattr(drafting_ahead, "MOST_LOOKED_UP", 1)
+    with LLM(**MADE | {"max_num_seqs": 3}, **AHEAD) as llm:
+        as_on_a_gpu(llm)
+        llm.generate(["a b c", "d e f", "g h i"], SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
+    assert max(map(len, looked)) == 1 and len({each for some in looked for each in some}) == 3
 
 
 def test_the_host_sends_nothing_while_the_same_rows_go_on(ran, tmp_path, monkeypatch):
@@ -380,6 +430,7 @@ def without_drafts():
 @pytest.mark.parametrize("plant", [None, *FAULTS])
 def test_a_planted_fault_is_found(plant, without_drafts, monkeypatch):
     """In the first requests of any kind; without one, nothing is."""
+    always_looks(monkeypatch)
     if plant is not None:
         plant(monkeypatch)
     with LLM(**MADE, block_size=4, **AHEAD) as llm:
