@@ -31,10 +31,11 @@ QUANTIZATION, LOSSES = "h200/quantization", "cpu/quantization"
 REAL = real_model.RECORD
 FP8, FP8_CACHE, FP8_PEER = "h200/gemma-2b-fp8", "h200/gemma-2b-fp8-cache", "h200/vllm-fp8kv-and-families-h200"
 CACHE_SPEED = "h200/cache-speed"
-SAMPLED = "h200/sampled-speed"
+SAMPLED, SAMPLED_OVER_HTTP, SAMPLED_TRAINED = "h200/sampled-speed", "h200/sampled-serving", "h200/sampled-speed-trained"
 SHAPES = {"Qwen3 0.6B": "h200/qwen3-0.6b", "Gemma 2 2B": "h200/gemma-2-2b"}
 PREFILL = "h200/prefill-attention"
 SPECULATION, EXACT = "cpu/speculation", "h200/speculation-exact"
+TASKS_ON_A_GPU = "h200/speculation-smollm2-135m"
 ADAPTERS, SAMPLED_ON_TWO = "h200/adapter-speed", "h200/sampled-speed-2"
 SERVING, SERVING_PEER = "h200/serving", "h200/vllm-server-h200"
 COMMAND = "python docs/draw.py record"
@@ -306,23 +307,31 @@ def sampled_figures() -> str:
     ms = {
         (row["logits"], row["rows"], row["kind"]): row["ms"] for row in record["results"] if row["workload"] == "sample"
     }
+    http, trained = records.read(SAMPLED_OVER_HTTP), records.read(SAMPLED_TRAINED)
+    served, small = ({row["kind"]: row["share"] for row in each["results"]} for each in (http, trained))
     sizes = [(logits, rows) for logits in ("flat", "peaked") for rows in (64, 512)]
     lines = [
-        "| sampling | share of the speed | "
+        "| sampling | share of the speed | over HTTP | a small model | "
         + " | ".join(f"{logits}, {rows} rows, ms" for logits, rows in sizes)
         + " |",
-        "|---|---|" + "---|" * len(sizes),
+        "|---|---|---|---|" + "---|" * len(sizes),
     ]
     for kind, share in shares.items():
+        others = f"{served[kind]:.2f}" if kind in served else "", f"{small[kind]:.2f}"
         times = [f"{ms[*size, kind]:.2f}" if (*size, kind) in ms else "" for size in sizes]
-        lines.append(f"| {kind} | {share:.2f} | {' | '.join(times)} |")
+        lines.append(f"| {kind} | {share:.2f} | {' | '.join([*others, *times])} |")
     first = next(row for row in record["results"] if row["workload"] == "generate")
     text = (
         f"{first['requests']:,} requests of {first['input_len']} + {first['output_len']} tokens, Gemma 2B's shape with "
         f"random weights in bf16, on one {record['machine']['gpu']}; medians of {len(first['runs'])} runs, in which "
         "the kinds alternate. The times are those of the sampling kernels alone, for 256,000 logits a row: of a normal "
-        "distribution, or with a few far above it. Record: "
-        f"[{SAMPLED}](../data/results/{SAMPLED}.json)."
+        "distribution, or with a few far above it. Over HTTP: the same model and lengths, from "
+        f"{http['results'][0]['concurrency']} clients. A small model: {trained['results'][0]['model']} with its own "
+        "weights, which makes "
+        f"{next(row for row in trained['results'] if row['kind'] == 'temperature')['output_tokens_per_s']:,.0f} tokens "
+        "a second with temperature alone, so what a step does on the host weighs more. Records: "
+        + ", ".join(f"[{each}](../data/results/{each}.json)" for each in (SAMPLED, SAMPLED_OVER_HTTP))
+        + f" and [{SAMPLED_TRAINED}](../data/results/{SAMPLED_TRAINED}.json)."
     )
     return "\n".join([*lines, "", *wrapped(text), ""])
 
@@ -442,7 +451,18 @@ def gpu_speculation_figures() -> str:
         f"Without drafts, an engine with `exact` takes {times} times as long as one without it, for {counts} requests "
         f"(the same model, 128 tokens out). Record: [{EXACT}](data/results/{EXACT}.json)."
     )
-    return "\n".join([*lines, "", *wrapped(text), "", *wrapped(costs), ""])
+    tasks = records.read(TASKS_ON_A_GPU)
+    told = ["| task | acceptance length | speed-up | all rounds |", "|---|---|---|---|"]
+    for row in tasks["results"]:
+        rounds = f"{min(row['speedups']):.2f} to {max(row['speedups']):.2f}"
+        told.append(f"| {row['task']} | {row['acceptance_length']:.1f} | {row['speedup']:.2f} | {rounds} |")
+    small = (
+        f"With a trained model: {tasks['results'][0]['model']}, greedy, one request, whose drafts the GPU looks up. "
+        "Without drafts a step of one row is a fused one; with drafts it runs the kernels for any number of rows, "
+        "whose launches weigh more the smaller the model is. Record: "
+        f"[{TASKS_ON_A_GPU}](data/results/{TASKS_ON_A_GPU}.json)."
+    )
+    return "\n".join([*lines, "", *wrapped(text), "", *told, "", *wrapped(small), "", *wrapped(costs), ""])
 
 
 def serving_figures() -> str:
