@@ -7,7 +7,8 @@ row has blocks for all of them, and they never exceed the request's limit. `reje
 device has started the row's steps in flight that much earlier, so the sums are right for these, too.
 
 A step in which the device may find drafts takes the time of one that has them all. So where it found none, the row goes
-on without, until the host finds one in what it has read: that costs microseconds, and texts repeat many tokens.
+on without, until the host finds one in what it has read. That takes microseconds, since the host learns a long prompt
+bit by bit; and a repeated passage is usually long, so little is lost by finding it a few tokens late.
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ import numpy as np
 
 from minillm.config import MOST_AHEAD
 from minillm.request import Request
+from minillm.speculation.ngram import NgramProposer
 
 from .drafting import Drafts, asked
 from .policies import FirstComeFirstServed, Priority, ShortestPromptFirst
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 STATELESS = FirstComeFirstServed, Priority, ShortestPromptFirst
 
 MOST_LOOKED_UP = 16  # rows that the host looks at before a step; with more, they take turns
+MOST_LEARNED = 256  # tokens that it learns before a step, for one row
 
 
 def combines(self: "Scheduler") -> bool:
@@ -59,11 +62,19 @@ def look_again(self: "Scheduler") -> None:
     """Let the device draft again for rows whose text, as far as it is read, goes on like an earlier place."""
     speculation = self.speculation
     assert speculation is not None, "without it there are no drafts"
+    proposer, learns = speculation.proposer, True
+    assert isinstance(proposer, NgramProposer), "the device looks up nothing for others"
     rows = self.order[speculation.searches[self.order]]
     turns = max(-(-len(rows) // MOST_LOOKED_UP), 1)
     for row in rows[self.launched % turns :: turns].tolist():
-        if speculation.proposer.propose([asked(self, row, self.confirmed[row], 1)])[0]:
-            speculation.resume(row, int(self.known[row]))
+        count = int(self.confirmed[row])
+        if speculation.looks(row, count):
+            each = asked(self, row, count, 1)
+            if proposer.catch_up(each, MOST_LEARNED if learns else 0):
+                if proposer.propose([each])[0]:
+                    speculation.resume(row, count)
+            else:
+                learns = False
 
 
 def draft_ahead(self: "Scheduler") -> Step | None:

@@ -65,8 +65,10 @@ class Speculation:
         self._pause = np.zeros(rows, np.int32)  # tokens without drafts, the next time that they are not worth it
         self._right, self._tried = np.zeros(rows), np.zeros(rows)  # drafts, older ones counting less
         self._misses = np.zeros(rows, np.int32)
-        # Whether the device found nothing for a row, so that the host looks first: it misses at less cost.
-        self.searches = np.zeros(rows, bool)
+        # Whether the device found nothing for a row, so that the host looks first, whose misses cost less. If the
+        # device then misses what the host had found, the host looks again from so many tokens on.
+        self.searches, self._hoped = np.zeros(rows, bool), np.zeros(rows, bool)
+        self._looks_from = np.zeros(rows, np.int32)
         self._chosen = np.full(rows, -1, np.int32)  # drafts that `plan` has chosen for the row; -1: it has not
         self.planned_after = -1  # the newest step when it did so last
         self._learned: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # what `learn` got and nothing needed yet
@@ -83,7 +85,7 @@ class Speculation:
         self._next[row], self._chosen[row] = 0 if wanted else NEVER, -1
         self._right[row], self._tried[row] = self._all_right / self._all_tried, 1.0
         self._pause[row], self._misses[row], self.unread[row] = FIRST, 0, False
-        self.follows[row], self.searches[row] = follows, False
+        self.follows[row], self.searches[row], self._hoped[row], self._looks_from[row] = follows, False, False, 0
 
     def takes(self, request: Request) -> bool:
         """Return whether a request may get drafts. A model that drafts reads tokens alone."""
@@ -117,12 +119,24 @@ class Speculation:
         self.learn(rows[had], found[had], accepted[had])
         self.unread[rows] = self._newest[rows] > number
         self._next[rows[had & self.searches[rows]]] = 0
-        self.searches[rows] = ~had
-        self._next[rows[~had]] = known[~had] + LONGEST
+        self.searches[rows[had]] = False
+        missed = rows[
+            ~had & ((self._next[rows] <= known) | self.searches[rows])
+        ]  # unless `worth` has paused it meanwhile
+        at = known[np.isin(rows, missed)]
+        hoped = self._hoped[missed]
+        self._looks_from[missed[hoped]] = at[hoped] + self._pause[missed[hoped]]
+        self._pause[missed[hoped]] = np.minimum(2 * self._pause[missed[hoped]], LONGEST)
+        self.searches[missed], self._next[missed] = True, at + LONGEST
+        self._hoped[rows] = False
+
+    def looks(self, row: int, known: int) -> bool:
+        """Return whether the host looks for drafts of a row that has so many tokens, so that the device does again."""
+        return bool(self.searches[row]) and known >= self._looks_from[row]
 
     def resume(self, row: int, known: int) -> None:
         """Let the device draft for a row again from its `known` tokens on: the host has found a draft."""
-        self.searches[row], self._next[row] = False, known
+        self.searches[row], self._hoped[row], self._next[row] = False, True, known
 
     def plan(self, rows: np.ndarray, known: np.ndarray, most: np.ndarray, others: int, left: int) -> None:
         """Choose how many drafts rows [n] get in their next step, while the device still runs the one before it.

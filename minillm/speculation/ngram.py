@@ -23,16 +23,20 @@ class NgramProposer:
         self._indexes: dict[str, NgramIndex] = {}
 
     def propose(self, asked: Sequence[Asked]) -> list[list[int]]:
-        proposals = []
-        for each in asked:
-            index = self._indexes.get(each.request_id)
-            if index is None:
-                index = self._indexes[each.request_id] = NgramIndex()
-            proposals.append(index.continuation(each.tokens, each.most))
-        return proposals
+        return [self._index(each).continuation(each.tokens, each.most) for each in asked]
+
+    def catch_up(self, asked: Asked, most: int) -> bool:
+        """Learn up to `most` of a request's tokens; returns whether these were all but its newest."""
+        return self._index(asked).catch_up(asked.tokens, most)
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
+
+    def _index(self, asked: Asked) -> "NgramIndex":
+        index = self._indexes.get(asked.request_id)
+        if index is None:
+            index = self._indexes[asked.request_id] = NgramIndex()
+        return index
 
 
 class NgramIndex:
@@ -61,6 +65,12 @@ class NgramIndex:
             if count > size and (start := after.get(_hash(recent[len(recent) - size :]))) is not None:
                 return self._repeated(tokens, start, most)
         return []
+
+    def catch_up(self, tokens: np.ndarray, most: int) -> bool:
+        """As `NgramProposer.catch_up`."""
+        if len(tokens) - 1 - self._seen > IN_BULK:
+            self._learn(tokens[: self._seen + most + 1])
+        return len(tokens) - 1 - self._seen <= IN_BULK
 
     @staticmethod
     def _repeated(tokens: np.ndarray, start: int, most: int) -> list[int]:

@@ -112,6 +112,17 @@ def test_a_row_without_proposals_runs_ahead_on_a_gpu(device):
     assert found.waits(ROW, np.array([100 + FIRST]))[0]
 
 
+def test_a_late_miss_of_the_device_ends_no_pause():
+    found = made(FLAT, "cuda")
+    found.learn_ahead(1, ROW, np.array([100]), np.array([0]), np.array([0]))
+    assert found.looks(0, 100) and not found.waits(ROW, np.array([100 + FIRST]))[0]
+    found.occupy(0, wanted=True)
+    lived(found, 0, 9)
+    assert chosen(found) == 0 and not found.waits(ROW, np.array([100]))[0]
+    found.learn_ahead(2, ROW, np.array([101]), np.array([0]), np.array([0]))  # launched before that
+    assert not found.searches[0] and found.waits(ROW, np.array([100 + FIRST]))[0]
+
+
 def test_a_new_row_begins_with_what_other_rows_had():
     good, bad = made(FLAT), made(FLAT)
     lived(good, 7, 7, 50)

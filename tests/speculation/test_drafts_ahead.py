@@ -16,6 +16,7 @@ from minillm.runner.device_drafts import DeviceDrafts
 from minillm.scheduler import Scheduler, drafting_ahead
 from minillm.speculation import Asked, NgramProposer, every_draft_runs
 from minillm.speculation.control import NEVER
+from minillm.speculation.ngram import NgramIndex
 from tests import models
 from tests.chance import SEED
 from tests.consistent import scheduler_is_consistent_after_every_step  # noqa: F401
@@ -178,17 +179,52 @@ def finds_nothing(tokens, lengths, counts, most):
     return torch.full((len(tokens), most), -1, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_where_the_device_found_nothing_the_host_looks_first(repeats, ran, monkeypatch):
-    """A step in which the device looks takes as long as one with drafts, even if it finds none."""
+@pytest.mark.parametrize("host_finds, least, most", [(False, 1, 3), (True, 4, 20)])
+def test_where_the_device_found_nothing_the_host_looks_first(host_finds, least, most, ran, monkeypatch):
+    """A step in which the device looks takes as long as one with drafts, even if it finds none.
 
+    If it misses again and again what the host had found, it looks less and less often.
+    """
     monkeypatch.setattr(device_drafts, "look_up", finds_nothing)
-    monkeypatch.setattr(NgramProposer, "propose", lambda self, asked: [[5] if repeats else [] for _ in asked])
+    monkeypatch.setattr(NgramProposer, "propose", lambda self, asked: [[5] if host_finds else [] for _ in asked])
     with LLM(**MADE, **AHEAD) as llm:
         as_on_a_gpu(llm)
-        (done,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
-        assert len(done.outputs[0].token_ids) == 40
-    assert ran.steps > 10 if repeats else 1 <= ran.steps <= 3
+        (done,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
+        assert len(done.outputs[0].token_ids) == 200
+    assert least <= ran.steps <= most
+
+
+@pytest.mark.parametrize("host_finds", [False, True])
+def test_the_device_goes_on_where_the_host_has_found_a_draft(host_finds, ran, monkeypatch):
+    calls = itertools.count()
+
+    def look_up(tokens, lengths, counts, most):
+        found = finds_nothing(tokens, lengths, counts, most)
+        return found if next(calls) < 3 else found.abs()
+
+    monkeypatch.setattr(device_drafts, "look_up", look_up)
+    monkeypatch.setattr(NgramProposer, "propose", lambda self, asked: [[5] if host_finds else [] for _ in asked])
+    with LLM(**MADE, **AHEAD) as llm:
+        as_on_a_gpu(llm)
+        llm.generate(["Once upon a time"], SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
+    assert (ran.steps > 50) == host_finds
+
+
+def test_the_host_learns_a_long_prompt_bit_by_bit(monkeypatch):
+    learned, own = [], NgramIndex._learn
+
+    def learn(self, tokens):
+        learned.append(len(tokens) - 1 - self._seen)
+        own(self, tokens)
+
+    monkeypatch.setattr(device_drafts, "look_up", finds_nothing)
+    monkeypatch.setattr(NgramIndex, "_learn", learn)
+    monkeypatch.setattr(drafting_ahead, "MOST_LEARNED", 40)
+    with LLM(**MADE, **AHEAD) as llm:
+        as_on_a_gpu(llm)
+        prompts = [[7 + i, *range(20, 20 + 100 * (i + 1))] for i in range(2)]
+        llm.generate(prompts, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
+    assert max(learned) == 40 and sum(learned) >= 300 - 2 * 40
 
 
 def test_of_many_rows_the_host_looks_at_a_few_before_each_step(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minillm.speculation import Asked, NgramProposer
-from minillm.speculation.ngram import IN_BULK, SIZES
+from minillm.speculation.ngram import IN_BULK, SIZES, NgramIndex
 from tests.chance import SEED
 
 
@@ -56,6 +56,16 @@ def test_an_index_that_grows_finds_what_a_search_finds():
             found += bool(expected)
             tokens = tokens + [rng.randrange(alphabet) for _ in range(rng.choice([1, 2, 7, IN_BULK, 2 * IN_BULK]))]
     assert found > 300
+
+
+def test_an_index_that_learns_bit_by_bit_knows_the_same():
+    tokens = np.random.default_rng(SEED).integers(4, size=300, dtype=np.int32)
+    at_once, in_parts = NgramIndex(), NgramIndex()
+    at_once.continuation(tokens, 5)
+    parts = next(i for i in range(99) if in_parts.catch_up(tokens, 50))
+    assert parts == 5
+    assert in_parts.continuation(tokens, 5) == at_once.continuation(tokens, 5)
+    assert (in_parts._seen, in_parts._after) == (at_once._seen, at_once._after)
 
 
 def test_ids_of_a_large_vocabulary_are_told_apart():
