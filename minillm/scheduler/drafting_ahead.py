@@ -63,18 +63,16 @@ def look_again(self: "Scheduler") -> None:
     speculation = self.speculation
     assert speculation is not None, "without it there are no drafts"
     proposer, learns = speculation.proposer, True
-    assert isinstance(proposer, NgramProposer), "the device looks up nothing for others"
     rows = self.order[speculation.searches[self.order]]
     turns = max(-(-len(rows) // MOST_LOOKED_UP), 1)
     for row in rows[self.launched % turns :: turns].tolist():
         count = int(self.confirmed[row])
         if speculation.looks(row, count):
             each = asked(self, row, count, 1)
-            if proposer.catch_up(each, MOST_LEARNED if learns else 0):
-                if proposer.propose([each])[0]:
-                    speculation.resume(row, count)
-            else:
+            if isinstance(proposer, NgramProposer) and not proposer.catch_up(each, MOST_LEARNED if learns else 0):
                 learns = False
+            elif proposer.propose([each])[0]:
+                speculation.resume(row, count)
 
 
 def draft_ahead(self: "Scheduler") -> Step | None:
