@@ -120,10 +120,8 @@ class Speculation:
         self.unread[rows] = self._newest[rows] > number
         self._next[rows[had & self.searches[rows]]] = 0
         self.searches[rows[had]] = False
-        missed = rows[
-            ~had & ((self._next[rows] <= known) | self.searches[rows])
-        ]  # unless `worth` has paused it meanwhile
-        at = known[np.isin(rows, missed)]
+        paused = (self._next[rows] > known) & ~self.searches[rows]  # by `worth`, meanwhile
+        missed, at = rows[~had & ~paused], known[~had & ~paused]
         hoped = self._hoped[missed]
         self._looks_from[missed[hoped]] = at[hoped] + self._pause[missed[hoped]]
         self._pause[missed[hoped]] = np.minimum(2 * self._pause[missed[hoped]], LONGEST)
