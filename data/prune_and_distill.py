@@ -14,6 +14,7 @@ tokens a step of the whole model yields with drafts of each.
     python data/prune_and_distill.py                                                       tiny-gemma, on generated text
     python data/prune_and_distill.py --model DIRECTORY --text FILE --layers 8 --hidden 576 --intermediate 1536 --heads 9
                                                                                            SmolLM2-135M, in depth alone
+    python data/prune_and_distill.py --model DIRECTORY --own-text 4000000 --rows 32 ...    from what the model writes
     python data/prune_and_distill.py --steps 2 --rows 1 --length 32 --tokens 200           tries it
 """
 
@@ -22,11 +23,13 @@ import copy
 import itertools
 import json
 import math
+import random
 import shutil
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -51,6 +54,7 @@ SHARD = "draft"
 CALIBRATION = 4  # steps of text that show what matters
 WARMUP = 20  # steps
 DRAFTS = 4
+MESSAGE = "MESSAGE"  # stands where a chat's first message does
 STORIES = ["Once upon a time", "One morning", "There was a little", "A long time ago", "The sailor", "In the town of"]
 
 
@@ -58,6 +62,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=EMBEDDED, help="the whole model's directory")
     parser.add_argument("--text", type=Path, help="what to train on; default: generated text of tiny-gemma's world")
+    parser.add_argument("--own-text", type=int, default=0, help="train on so many tokens that the model itself writes")
     parser.add_argument("--held-out", type=Path, help="what to measure on; default: tiny-gemma's held-out text")
     parser.add_argument("--out", type=Path, help="a new directory for the draft; default: it is not kept")
     parser.add_argument("--layers", type=int, default=2)
@@ -70,13 +75,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256, help="tokens of each")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--tokens", type=int, default=8000, help="measure on so many tokens of the held-out text")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--record", metavar="NAME", help="write the measurements into data/results")
     return parser.parse_args(words)
 
 
 def text(options: argparse.Namespace) -> Iterator[Tensor]:
     """Batches [rows, length] of token ids: documents between the tokenizer's first token and the end, end to end."""
-    if options.text is None:
+    documents: Iterator[list[int]]
+    if options.own_text:
+        documents = itertools.cycle(written(options.model, options.own_text, options.length, options.device))
+    elif options.text is None:
         encode, shard = corpus.encoder(EMBEDDED / "tokenizer.json"), corpus.documents(SHARD)
         documents = ([2, *encode(document), 1] for _, document in shard)
     else:
@@ -87,8 +96,31 @@ def text(options: argparse.Namespace) -> Iterator[Tensor]:
     while True:
         while len(ids) < size:
             ids += next(documents)
-        yield torch.tensor(ids[:size]).view(options.rows, options.length)
+        yield torch.tensor(ids[:size], device=options.device).view(options.rows, options.length)
         ids = ids[size:]
+
+
+@cache
+def written(model: Path, tokens: int, length: int, device: str) -> list[list[int]]:
+    """So many tokens that a model writes at temperature 1, in documents of `length`.
+
+    Half of them begin as a chat does before its first message, so the model writes both sides of it; the others with
+    any token at all. To learn from a model's own outputs: Kim and Rush 2016, "Sequence-Level Knowledge Distillation",
+    section 3.2.
+    """
+    rng, count = random.Random(0), -(-tokens // length)
+    with LLM(model, device=device, max_model_len=length, max_num_seqs=512 if device == "cuda" else 8) as llm:
+        tokenizer, vocabulary = llm.tokenizer, llm.model_config.vocab_size
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": MESSAGE}]).partition(MESSAGE)[0]
+        opening = tokenizer.encode(chat, add_special_tokens=False)
+        starts = [[*tokenizer.prefix, rng.randrange(vocabulary)] if i % 2 else opening for i in range(count)]
+        params = [
+            SamplingParams(max_tokens=length - len(start), seed=i, ignore_eos=True) for i, start in enumerate(starts)
+        ]
+        return [
+            [*start, *done.outputs[0].token_ids]
+            for start, done in zip(starts, llm.generate(starts, params), strict=True)
+        ]
 
 
 # ---- pruning
@@ -194,9 +226,10 @@ def distill(
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / WARMUP) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
         rows = next(batches)
-        with torch.inference_mode():
-            p = teacher(input_ids=rows, use_cache=False).logits.log_softmax(-1)
-        q = student(input_ids=rows, use_cache=False).logits.log_softmax(-1)
+        with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda):
+            with torch.inference_mode():
+                p = teacher(input_ids=rows, use_cache=False).logits.float().log_softmax(-1)
+            q = student(input_ids=rows, use_cache=False).logits.float().log_softmax(-1)
         loss = kl_div(q.flatten(0, 1), p.clone().flatten(0, 1), reduction="batchmean", log_target=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -272,11 +305,12 @@ def main() -> None:
     begun = records.begin(options.record)
     if options.out is not None:
         check_free(options.out)
-    teacher = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    teacher = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval().to(options.device)
     batches, measured = text(options), Measured(options)
     shown = [next(batches) for _ in range(CALIBRATION)]
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "intermediate", "heads")}
-    student = pruned(teacher, importance(teacher, shown), **sizes)
+    scores = {kind: each.cpu() for kind, each in importance(teacher, shown).items()}
+    student = pruned(teacher, scores, **sizes).to(options.device)
     counted = torch.cat([each.flatten() for each in [*shown, *itertools.islice(text(options), 60)]]).tolist()
     head = frequent_tokens(counted, min(options.head_tokens, teacher.config.vocab_size), teacher.config.vocab_size)
     with tempfile.TemporaryDirectory() as folder:

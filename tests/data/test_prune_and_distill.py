@@ -95,3 +95,17 @@ def test_the_text_is_the_same_each_time_and_is_not_read_by_others():
     first, again = next(script.text(options)), next(script.text(options))
     assert first.shape == (2, 32) and torch.equal(first, again) and first[0, 0] == 2
     assert script.SHARD not in ("distillation", "train", "held out")
+
+
+def test_a_model_writes_the_text_that_it_teaches():
+    options = script.parse(["--own-text", "100", "--rows", "2", "--length", "24", "--device", "cpu"])
+    documents = script.written(options.model, options.own_text, options.length, options.device)
+    assert [len(each) for each in documents] == [24] * 5
+    assert (
+        documents[0][:3]
+        == documents[2][:3]
+        == script.Tokenizer.from_pretrained(options.model).encode("<start_of_turn>user")
+    ), "a chat, before its first message"
+    assert len({tuple(each) for each in documents}) == 5, "each has a seed of its own"
+    batches = script.text(options)
+    assert torch.cat([next(batches) for _ in range(3)]).tolist() == [*documents, documents[0]]
