@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 
-class Cache(Protocol):
+class CacheArguments(Protocol):
     """One layer's keys and values in all blocks, each [blocks, block_size, kv_heads, d], contiguous along d.
 
     If they are int8 or float8_e4m3fn, they are codes, with scales [blocks, block_size, kv_heads] float32.
@@ -58,7 +58,7 @@ class AttentionArguments(Protocol):
     def rotary(self) -> torch.Tensor | None: ...
 
 
-def check_strides(cache: Cache) -> None:
+def check_strides(cache: CacheArguments) -> None:
     """Raise ValueError unless K and V have equal strides and a contiguous last axis, so that one offset serves both."""
     if cache.k.stride() != cache.v.stride() or cache.k.stride(3) != 1:
         raise ValueError("K and V caches must have equal strides and a contiguous head_dim")

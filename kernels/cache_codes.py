@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from .arguments import Cache
+from .arguments import CacheArguments
 from .quantized_inputs import magnitude, to_even
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -148,7 +148,7 @@ def product_type(dtype: torch.dtype, codes: bool = False) -> tl.dtype:
     return tl.bfloat16 if dtype == torch.bfloat16 and not codes else tl.float16
 
 
-def stored(cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+def stored(cache: CacheArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as kernels read and write them: fp8 codes as bytes. Raises ValueError unless scales are contiguous."""
     for scales in (cache.k_scale, cache.v_scale):
         if scales is not None and not scales.is_contiguous():

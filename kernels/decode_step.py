@@ -103,7 +103,7 @@ def advance_kernel(
             tl.store(arrived_scores_ptr + entry * MOST + each, scores, mask=some)
 
 
-class Scores(NamedTuple):
+class ScoreBuffers(NamedTuple):
     """Log-probabilities as `sampling.scored_sample` writes them."""
 
     scored: torch.Tensor  # [n] int32: how many of each row are written
@@ -166,7 +166,7 @@ def advance(
     tokens: torch.Tensor,
     out: torch.Tensor,
     arrived: torch.Tensor,
-    scores: Scores | None = None,
+    scores: ScoreBuffers | None = None,
     arrived_scores: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write the sampled ids [n] int64 to `out` [n] and, except for padding, into the device's state.  Lesson 10.

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from . import paged_attention
-from .arguments import AttentionArguments, Cache, RowArguments, is_compiled
+from .arguments import AttentionArguments, CacheArguments, RowArguments, is_compiled
 from .cache_codes import product_type, stored
 from .paged_attention import AttentionConfig, _attend, fitted
 
@@ -38,7 +38,7 @@ SEGMENT = 1024  # keys: whole tiles of them
 PART_BYTES = 1 << 28  # of the segments' results that a launch stores
 
 
-class ProductConfig(NamedTuple):
+class FixedOrderConfig(NamedTuple):
     """How a product is divided."""
 
     inputs: int  # in a tile
@@ -215,14 +215,14 @@ def product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = N
     return out
 
 
-def product_config(rows: int, columns: int, itemsize: int) -> ProductConfig:
+def product_config(rows: int, columns: int, itemsize: int) -> FixedOrderConfig:
     """By the shape of the matrix alone, on every GPU. A program has at least four tiles of inputs."""
     inputs = INPUTS if itemsize < 4 else INPUTS // 2
     wanted = min(FULL // triton.cdiv(rows, OUTPUTS), columns // (4 * inputs), MOST_SPLITS)
-    return ProductConfig(inputs, 1 << (max(wanted, 1).bit_length() - 1))
+    return FixedOrderConfig(inputs, 1 << (max(wanted, 1).bit_length() - 1))
 
 
-def attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options: AttentionArguments) -> torch.Tensor:
+def attention(q: torch.Tensor, cache: CacheArguments, rows: RowArguments, options: AttentionArguments) -> torch.Tensor:
     """q [tokens, heads, d] -> like q: the queries of each row attend to its keys, in prefill and in decode.  Lesson 13.
 
     As `paged_attention.prefill_attention`; ValueError too for keys that are cached before their rotation.
@@ -252,7 +252,7 @@ def _bounds(rows: RowArguments, begin: int, end: int, tokens: int) -> tuple[torc
 def _attend_part(
     q: torch.Tensor,
     out: torch.Tensor,
-    cache: Cache,
+    cache: CacheArguments,
     rows: RowArguments,
     bounds: tuple[torch.Tensor, torch.Tensor, int],
     segments: int,

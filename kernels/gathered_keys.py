@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .arguments import Cache
+from .arguments import CacheArguments
 from .cache_codes import product_type, stored, to_numbers
 
 
@@ -64,7 +64,7 @@ LEAST_TILES_OF_CODES = 8
 
 
 def gather(
-    cache: Cache, block_table: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype, keys: int
+    cache: CacheArguments, block_table: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype, keys: int
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Descriptors of rows' keys and values in `dtype`, without gaps and without scales, by tiles of `keys`.  Lesson 08.
 

@@ -48,7 +48,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import launch_configs
-from .arguments import AttentionArguments, Cache, RowArguments, check_strides, is_compiled
+from .arguments import AttentionArguments, CacheArguments, RowArguments, check_strides, is_compiled
 from .cache_codes import of_words, product_type, stored, to_numbers
 from .gathered_keys import gather, gathers
 
@@ -297,7 +297,9 @@ def prefill_kernel(
     tl.store(out_ptr + at, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
 
 
-def decode_attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options: AttentionArguments) -> torch.Tensor:
+def decode_attention(
+    q: torch.Tensor, cache: CacheArguments, rows: RowArguments, options: AttentionArguments
+) -> torch.Tensor:
     """q [rows, queries, heads, d] -> like q: each row's newest queries attend to its cached keys.  Lesson 04.
 
     Query i of n is at position length - n + i of its row. A row of length 0 gives zeros. Raises ValueError unless d is
@@ -345,7 +347,7 @@ def decode_attention(q: torch.Tensor, cache: Cache, rows: RowArguments, options:
 
 def prefill_attention(
     q: torch.Tensor,
-    cache: Cache,
+    cache: CacheArguments,
     rows: RowArguments,
     options: AttentionArguments,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -378,11 +380,13 @@ class _Keys(NamedTuple):
     nbytes: int
     config: "AttentionConfig"
     room: int = 0  # without blocks: tokens from a row's first key to the next row's; 0: as many as it has
-    cache: Cache | None = None  # with blocks
+    cache: CacheArguments | None = None  # with blocks
     table: torch.Tensor | None = None
 
 
-def _cached_keys(q: torch.Tensor, cache: Cache, rows: RowArguments, count: int, options: AttentionArguments) -> _Keys:
+def _cached_keys(
+    q: torch.Tensor, cache: CacheArguments, rows: RowArguments, count: int, options: AttentionArguments
+) -> _Keys:
     """Those of the first `count` rows, in the cache or gathered from there."""
     tokens, heads, dim = q.shape
     block_size, kv_heads = _checked_cache(cache, dim)
@@ -567,7 +571,7 @@ def _device(device: torch.device) -> Device:
     return Device(shared, properties.multi_processor_count, properties.L2_cache_size // 3)
 
 
-def _is_large(cache: Cache) -> bool:
+def _is_large(cache: CacheArguments) -> bool:
     """Return whether 32 bits cannot count the cache's numbers from its first block to its end, gaps included."""
     return cache.k.shape[0] * cache.k.stride(0) >= 1 << 31
 
@@ -577,13 +581,13 @@ def _has_fast_tanh(q: torch.Tensor) -> bool:
     return q.element_size() < 4 and is_compiled(q) and torch.cuda.get_device_capability(q.device) >= (7, 5)
 
 
-def _dtypes(q: torch.Tensor, cache: Cache | None = None) -> dict[str, str]:
+def _dtypes(q: torch.Tensor, cache: CacheArguments | None = None) -> dict[str, str]:
     """The dtypes in a configuration's key: of queries, and of a quantized cache."""
     held = {} if cache is None or cache.k_scale is None else {"cache": launch_configs.dtype_name(cache.k.dtype)}
     return {"dtype": launch_configs.dtype_name(q.dtype), **held}
 
 
-def _checked_cache(cache: Cache, dim: int) -> tuple[int, int]:
+def _checked_cache(cache: CacheArguments, dim: int) -> tuple[int, int]:
     """(block_size, kv_heads) of a cache. Raises ValueError if the kernels cannot read it."""
     check_strides(cache)
     if not takes(dim):

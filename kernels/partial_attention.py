@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from . import paged_attention
-from .arguments import AttentionArguments, Cache, RowArguments
+from .arguments import AttentionArguments, CacheArguments, RowArguments
 from .cache_codes import product_type, stored
 from .paged_attention import LOG2E, _attend
 
@@ -109,7 +109,7 @@ def merge_kernel(
 
 
 def partial_attention(
-    q: torch.Tensor, cache: Cache, rows: RowArguments, options: AttentionArguments, held: Held, decode: bool
+    q: torch.Tensor, cache: CacheArguments, rows: RowArguments, options: AttentionArguments, held: Held, decode: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [tokens, heads, d], row after row -> out, like q but float32, and log_sums [tokens, heads] float32.  Lesson 04.
 

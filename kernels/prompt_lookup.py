@@ -26,7 +26,7 @@ TILE = 1024  # positions that a program compares at once
 FOUND = 256  # an entry of `accepted` is this many times the drafts that were found, plus the tokens that were accepted
 
 
-class Running(NamedTuple):
+class RunningTokens(NamedTuple):
     """The entries of the batch as `decode_step.prepare` takes them, each [n] int64."""
 
     rows: torch.Tensor  # the row of the entry's token; the state's last one for padding
@@ -107,7 +107,7 @@ def look_up(
     lengths: torch.Tensor,
     tokens: torch.Tensor,
     most: int,
-    running: Running,
+    running: RunningTokens,
 ) -> None:
     """Write the entries of a batch, [n] each, with what is found for its rows, to `running`.  Lesson 13.
 
@@ -125,7 +125,7 @@ def look_up(
 def accept(
     rows: torch.Tensor,
     counts: torch.Tensor,
-    running: Running,
+    running: RunningTokens,
     sampled: torch.Tensor,
     lengths: torch.Tensor,
     accepted: torch.Tensor,

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Cache, check_strides
+from .arguments import CacheArguments, check_strides
 from .cache_codes import LARGEST, stored, to_codes
 from .quantized_inputs import magnitude
 
@@ -147,7 +147,7 @@ def rotary_embedding(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) ->
     return q_out, k_out
 
 
-def write_kv(k: torch.Tensor, v: torch.Tensor, cache: Cache, slots: torch.Tensor) -> None:
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: CacheArguments, slots: torch.Tensor) -> None:
     """Store k, v [tokens, kv_heads, d] in slots [tokens] int64 of a layer's cache; -1: skip the token.  Lessons 08, 09.
 
     For a quantized cache, d is a power of two. Raises ValueError unless K and V have equal strides and a token's heads
@@ -173,7 +173,7 @@ def rotary_write(
     k: torch.Tensor,
     v: torch.Tensor,
     cos_sin: torch.Tensor,
-    cache: Cache,
+    cache: CacheArguments,
     slots: torch.Tensor,
     rotate_keys: bool = True,
     keep: bool = False,
@@ -194,7 +194,7 @@ def _rotate_and_write(
     k: torch.Tensor,
     v: torch.Tensor,
     cos_sin: torch.Tensor | None,
-    cache: Cache,
+    cache: CacheArguments,
     slots: torch.Tensor,
     rotate_keys: bool,
 ) -> None:
@@ -215,7 +215,7 @@ def _rotate_and_write(
         )  # fmt: skip
 
 
-def _check_slots(cache: Cache, dim: int) -> None:
+def _check_slots(cache: CacheArguments, dim: int) -> None:
     check_strides(cache)
     if cache.k.stride(2) != dim:
         raise ValueError("a token's heads must be adjacent in the cache")

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from . import launch_configs
-from .arguments import AttentionArguments, Cache
+from .arguments import AttentionArguments, CacheArguments
 from .cache_codes import LARGEST, rounded_head, stored, to_numbers
 from .paged_attention import LOG2E, product_type
 from .peers import Outbox, send
@@ -334,7 +334,7 @@ class RowAttention:
         self,
         qkv: torch.Tensor,
         rotary: torch.Tensor,
-        cache: Cache,
+        cache: CacheArguments,
         block_table: torch.Tensor,
         length: torch.Tensor,
         options: AttentionArguments,

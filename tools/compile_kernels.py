@@ -173,7 +173,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
         decode_step.prepare(rows, positions, *state, block_size=16, width=16)
         decode_step.prepare(rows, rows, *state, block_size=16, width=16, host_tokens=rows)
         decode_step.advance(rows, rows, positions, tokens, rows, tokens)
-        running = prompt_lookup.Running(rows, rows, rows)
+        running = prompt_lookup.RunningTokens(rows, rows, rows)
         prompt_lookup.look_up(rows, rows, rows, positions, tokens, 7, running)
         prompt_lookup.accept(rows, rows, running, rows, positions, tokens, 7)
         normalization.rms_norm(k.expand(2, 3, 256), torch.zeros(256), 1e-6)

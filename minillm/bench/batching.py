@@ -116,9 +116,9 @@ def throughput(llm: LLM, work: Sequence[BenchRequest], scale: int, repeat: int) 
     for round_number in range(repeat + 1):
         for name, policy in kinds.items():
             with scheduled(llm.engine.scheduler, policy=policy, budget=BUDGET, caching=False) as scheduler:
-                before = scheduler.launched
+                before = scheduler.newest
                 seconds = offline.timed(llm, work, temperature=1.0)
-                steps[name] = scheduler.launched - before
+                steps[name] = scheduler.newest - before
             if round_number > 0:  # the first warms up
                 runs[name].append(round(seconds, 4))
     totals = workloads.totals(work)

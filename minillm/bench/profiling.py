@@ -99,16 +99,16 @@ class _Profiler(WatchedExecutor):
 
     def __init__(self, executor: Executor, starts: Sequence[int]):
         super().__init__(executor)
-        self.starts, self.launched = starts, 0
+        self.starts, self.count = starts, 0
         self.done: list[torch.profiler.profile] = []
         self.running: torch.profiler.profile | None = None
 
     def launch(self, step: Step) -> StepInFlight:
-        if self.launched in self.starts:
+        if self.count in self.starts:
             self.running = _begin_profile()
         in_flight = super().launch(step)
-        self.launched += 1
-        if self.launched - STEPS in self.starts:
+        self.count += 1
+        if self.count - STEPS in self.starts:
             self.end_slice()
         return in_flight
 

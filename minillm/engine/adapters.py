@@ -50,20 +50,20 @@ class LoadedAdapters:
     """
 
     def __init__(self, names: Iterable[str], soft: Mapping[str, np.ndarray]):
-        self.found: dict[str, int | np.ndarray | None] = {name: load for load, name in enumerate(names, 1)}
-        self.next = len(self.found) + 1
-        self.found |= soft
+        self.by_name: dict[str, int | np.ndarray | None] = {name: load for load, name in enumerate(names, 1)}
+        self.next = len(self.by_name) + 1
+        self.by_name |= soft
         self.retired: set[int] = set()  # unloaded, but requests that run still need them
 
     @property
     def names(self) -> list[str]:
         """The names that requests may give."""
-        return [name for name, found in self.found.copy().items() if found is not None]
+        return [name for name, found in self.by_name.copy().items() if found is not None]
 
     @property
     def loads(self) -> dict[str, int]:
         """The number of each adapter's load, by its name; 0 for a soft prompt."""
-        found = self.found.copy().items()
+        found = self.by_name.copy().items()
         return {name: each if isinstance(each, int) else 0 for name, each in found if each is not None}
 
     def resolve(self, name: str | None, prompt: np.ndarray | EmbeddedPrompt) -> tuple[int, np.ndarray | EmbeddedPrompt]:
@@ -73,7 +73,7 @@ class LoadedAdapters:
         """
         if name is None:
             return 0, prompt
-        found = self.found.get(name)
+        found = self.by_name.get(name)
         if found is None:
             there = f"there are {', '.join(map(repr, self.names))}" if self.names else "this engine has no adapters"
             raise InvalidRequest(f"adapter {shown(name)} is not loaded: {there}")
@@ -81,15 +81,15 @@ class LoadedAdapters:
 
     def check(self, load: int, name: str | None) -> None:
         """Raise InvalidRequest if an adapter was unloaded after its request was prepared."""
-        now = self.found.get(name) if name is not None else None
+        now = self.by_name.get(name) if name is not None else None
         if load and not (isinstance(now, int) and now == load):
             raise InvalidRequest(f"adapter {shown(name)} was unloaded just now: load it again, or name another one")
 
     def reserve(self, name: str) -> int:
         """Return the number of a load that begins, and let no other one have its name. Raises ConfigError."""
-        if name in self.found:
+        if name in self.by_name:
             raise ConfigError(f"adapter {shown(name)} is loaded already: unload it first, or choose another name")
-        self.found[name] = None
+        self.by_name[name] = None
         load, self.next = self.next, self.next + 1
         return load
 
@@ -115,12 +115,12 @@ def load_adapter(self: "Engine", name: str, directory: str | Path) -> None:
             self.executor.load_adapter(load, read_adapter(directory, self.model_config))
     except BaseException as error:
         with self.lock:
-            del self.adapters.found[name]
+            del self.adapters.by_name[name]
         if isinstance(error, OSError):
             raise ConfigError(f"adapter {shown(name)} cannot be read: {error}") from None
         raise
     with self.lock:
-        self.adapters.found[name] = found
+        self.adapters.by_name[name] = found
 
 
 def unload_adapter(self: "Engine", name: str) -> None:
@@ -133,7 +133,7 @@ def unload_adapter(self: "Engine", name: str) -> None:
         raise InvalidRequest(f"an adapter's name must be a string, not {shown(name)}")
     with self.lock:
         load, _ = self.adapters.resolve(name, np.zeros(0, np.int32))
-        del self.adapters.found[name]
+        del self.adapters.by_name[name]
         if load:  # requests that run have a soft prompt's embeddings
             self.adapters.retired.add(load)
             self._forget_adapter(load)
@@ -151,7 +151,7 @@ def some_adapter(self: "Engine") -> Iterator[str | None]:
         return
     load = self.adapters.reserve(NOTHING)
     self.executor.load_adapter(load, Adapter(Path(), 0, {}))
-    self.adapters.found[NOTHING] = load
+    self.adapters.by_name[NOTHING] = load
     try:
         yield NOTHING
     finally:

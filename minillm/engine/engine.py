@@ -297,7 +297,7 @@ class Engine:
             "blocks": scheduler.pool.num_blocks,
             "blocks_available": scheduler.pool.available,
             "blocks_cached": scheduler.pool.cached,
-            "steps": scheduler.launched + 1,
+            "steps": scheduler.newest + 1,
             "preemptions": scheduler.preemptions,
             "corrupted": scheduler.corrupted,
             "prefix_query_tokens": scheduler.prefix_queries,
@@ -399,7 +399,7 @@ class Engine:
                 for row, tokens in zip(rows.tolist(), known, strict=True)
                 if tokens and (each := self._watched.get(row)) is not None and requests[row] is each.request
             ]
-        ended = self.scheduler.complete(step, results.tokens, results.accepted, results.found)
+        ended = self.scheduler.complete(step, results.tokens, results.accepted, results.looked_up)
         try:
             if not self.in_flight and self.scheduler.continues_at_once:
                 self._launch()  # so the device need not wait until the tokens are given out

@@ -50,7 +50,7 @@ class ToSample(NamedTuple):
         from minillm.kernels import decode_step  # lesson 11 reads this file where there is no Triton
 
         sampled, scores = operations.scored_sample(*self)
-        arriving = None if scores is None else decode_step.Scores(self.scored, *scores)
+        arriving = None if scores is None else decode_step.ScoreBuffers(self.scored, *scores)
         arrived = state.arrived_ids, state.arrived_scores
         decode_step.advance(rows, sampled, positions, state.tokens, out, state.arrived, arriving, arrived)
         return sampled

@@ -145,7 +145,7 @@ class LookupStep(LaunchedStep):
             tokens = np.full(mine.shape, -1, np.int64)
             at, which = np.nonzero(mine)
             tokens[mine] = self._arrived(self.step.rows[at], before[at] + which)
-        return Results(tokens, accepted, found=found)
+        return Results(tokens, accepted, looked_up=found)
 
 
 def look_up(tokens: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tensor:

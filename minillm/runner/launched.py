@@ -23,7 +23,7 @@ class Results:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of each of its tokens
     # row -> (position of the first token, one dict a token; None: the logits are not numbers)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs] | None]] = field(default_factory=dict)
-    found: np.ndarray | None = None  # [samples]: how many drafts each row had; None: as many as the step has
+    looked_up: np.ndarray | None = None  # [samples]: drafts that the device has found; None: those of the step
 
     def known(self) -> list[list[int]]:
         """The tokens of each sampling row that are kept."""

@@ -85,7 +85,7 @@ class LookupGraphs:
         """Run a step. inputs: as `inputs` returns them. Returns what its tokens were sampled from."""
         (rows, counts, given), state = inputs.unbind(), self.decodes.state
         running = self._running[: 3 * shape.rows].view(3, shape.rows)
-        entries = prompt_lookup.Running(*running.unbind())
+        entries = prompt_lookup.RunningTokens(*running.unbind())
         prompt_lookup.look_up(rows, counts, given, state.lengths, state.tokens, self.most, entries)
         to_sample = self.decodes._logits(running, shape)
         self.decodes._sample(running, to_sample, out)

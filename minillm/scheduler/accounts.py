@@ -29,7 +29,7 @@ def check(self: "Scheduler") -> None:
 
 def count_on_from(self: "Scheduler", before: "Scheduler") -> None:
     """Number steps and count events where another scheduler, of the same engine, ended."""
-    self.launched = self.read = before.launched
+    self.newest = self.read = before.newest
     self.tokens_run, self.generated, self.preemptions = before.tokens_run, before.generated, before.preemptions
     self.prefix_queries, self.prefix_hits = before.prefix_queries, before.prefix_hits
     self.corrupted = before.corrupted

@@ -48,8 +48,8 @@ def waiting_for_drafts(self: "Scheduler") -> bool:
     waits = speculation.waits(rows, known)
     if not (waits & (known != self.confirmed[rows])).any():
         return False
-    if speculation.planned_after != self.launched:
-        speculation.planned_after = self.launched
+    if speculation.planned_after != self.newest:
+        speculation.planned_after = self.newest
         most = np.minimum(speculation.most, self.limit[rows] - self.confirmed[rows] - 2)
         drafting = waits & (most > 0)
         left = min(self.max_num_batched_tokens, speculation.most_yielded) - len(rows)

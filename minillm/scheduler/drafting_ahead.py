@@ -65,7 +65,7 @@ def look_again(self: "Scheduler") -> None:
     proposer, learns = speculation.proposer, True
     rows = self.order[speculation.searches[self.order]]
     turns = max(-(-len(rows) // MOST_LOOKED_UP), 1)
-    for row in rows[self.launched % turns :: turns].tolist():
+    for row in rows[self.newest % turns :: turns].tolist():
         count = int(self.confirmed[row])
         if speculation.looks(row, count):
             each = asked(self, row, count, 1)
@@ -103,7 +103,7 @@ def draft_ahead(self: "Scheduler") -> Step | None:
         counts[drafting] = speculation.worth(rows[drafting], known[drafting], most[drafting], others, left)
     if not (counts.any() or unread.any()) or not self._grow(rows, queries + counts):
         return None
-    counted = unread | ((self.last_step[rows] == self.launched) & (speculation.newest_ahead == self.launched))
+    counted = unread | ((self.last_step[rows] == self.newest) & (speculation.newest_ahead == self.newest))
     self.known[rows] += counts
     drafts = np.where(np.arange(counts.max()) < counts[:, None], np.int32(0), np.int32(-1))  # a 0 in place of each
     step = self._launch(rows, queries + counts, Drafts(rows, drafts, counts, {}, 1 + int(np.bincount(counts).argmax())))
@@ -114,17 +114,17 @@ def draft_ahead(self: "Scheduler") -> Step | None:
     return step
 
 
-def reject_ahead(self: "Scheduler", step: Step, accepted: np.ndarray, found: np.ndarray) -> None:
+def reject_ahead(self: "Scheduler", step: Step, accepted: np.ndarray, looked_up: np.ndarray) -> None:
     """Take back what was counted for drafts that were wrong or not found: it is neither known nor computed.
 
-    accepted: [n] tokens that the step's rows gained; found: [n] drafts that they had.
+    accepted: [n] tokens that the step's rows gained; looked_up: [n] drafts that they had.
     """
     speculation = self.speculation
     assert speculation is not None, "without it there are no drafts"
     going = (self.confirmed[step.rows] > 0) & (step.drafted > 0)
-    rows, right, found = step.rows[going], accepted[going] - 1, found[going]
+    rows, right = step.rows[going], accepted[going] - 1
     wrong = step.drafted[going] - right
     self.known[rows] -= wrong
     self.computed[rows] -= wrong
     self.trace.reject(rows, wrong)
-    speculation.learn_ahead(step.number, rows, self.known[rows], found, right)
+    speculation.learn_ahead(step.number, rows, self.known[rows], looked_up[going], right)

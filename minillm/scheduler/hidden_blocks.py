@@ -20,6 +20,6 @@ def release_hidden(self: "Scheduler", rows: np.ndarray) -> None:
         self._register(self.requests[row], int(self.computed[row]))  # what others may still find
     holders, blocks = self.tables.expire(rows, self.computed[rows])
     if len(blocks):
-        self.fence.hold(self.launched, blocks.tolist())
-        self.trace.release(holders, blocks, self.launched)
+        self.fence.hold(self.newest, blocks.tolist())
+        self.trace.release(holders, blocks, self.newest)
         self._open_fence()

@@ -71,7 +71,7 @@ class Scheduler:
         self.block_size, self.prefix_caching = block_size, prefix_caching
         self.policy: Policy = policy or FirstComeFirstServed()
         self.max_num_seqs, self.max_model_len, self.windows = max_num_seqs, max_model_len, windows
-        self.launched = -1  # number of the newest step launched
+        self.newest = -1  # number of the newest step launched
         self.read = -1  # number of the newest step whose tokens were read
         self.trace: Trace = NO_TRACE  # `Trace.watch` puts another here
         self.tokens_run = self.generated = 0  # tokens that steps were launched with, and that requests got
@@ -151,7 +151,7 @@ class Scheduler:
         self.waiting.remove(request) if row < 0 else self._vacate(request)
         if self.speculation is not None:
             self.speculation.forget(request.request_id)
-        self.trace.finish(request, row, self.launched)
+        self.trace.finish(request, row, self.newest)
 
     def reset(self, requests: Iterable[Request], pool: BlockPool) -> None:
         """Abort these requests, which must be all, give up every step in flight, and go on with an empty pool.
@@ -167,9 +167,9 @@ class Scheduler:
                 request.finish_reason = "abort"
                 if self.speculation is not None:
                     self.speculation.forget(request.request_id)
-                self.trace.finish(request, row, self.launched)
+                self.trace.finish(request, row, self.newest)
         self._start(pool)
-        self.read = self.launched
+        self.read = self.newest
         self.trace.reset(self)
 
     def tokens_of(self, request: Request) -> int:
@@ -178,7 +178,7 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        return self.launched - self.read
+        return self.newest - self.read
 
     @property
     def has_work(self) -> bool:
@@ -269,7 +269,7 @@ class Scheduler:
         self._queue(request)
         self._lacking = None, 0  # it may need fewer blocks than when it first waited: others share them now
         self.preemptions += 1
-        self.trace.preempt(request, row, self.launched)
+        self.trace.preempt(request, row, self.newest)
 
     _admit = admit
 
@@ -292,15 +292,15 @@ class Scheduler:
             order = np.argsort(queries != per_decode, kind="stable")
             rows, queries = rows[order], queries[order]
         starts = self.computed[rows]
-        self.launched += 1
-        self.last_step[rows] = self.launched
+        self.newest += 1
+        self.last_step[rows] = self.newest
         self.computed[rows] += queries
         self.tokens_run += int(queries.sum())
         for row in rows[decodes:]:
             self._register(self.requests[row], int(self.computed[row]))
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
-        step = Step(self.launched, rows, starts, queries, samples, decodes, per_decode, new_rows=self._new_rows)
+        step = Step(self.newest, rows, starts, queries, samples, decodes, per_decode, new_rows=self._new_rows)
         step.first = samples & (self.computed[rows] == self.prompt[rows])
         if self.matchers:
             step.masks = {row: self.matchers[row].mask[None] for row in rows[samples].tolist() if row in self.matchers}
@@ -316,13 +316,13 @@ class Scheduler:
     # ---- reading a step
 
     def complete(
-        self, step: Step, tokens: np.ndarray, accepted: np.ndarray | None = None, found: np.ndarray | None = None
+        self, step: Step, tokens: np.ndarray, accepted: np.ndarray | None = None, looked_up: np.ndarray | None = None
     ) -> list[Request]:
         """Take in the tokens that `step` yielded, in its rows' order; returns the requests that ended.
 
         tokens: [samples] int, or with drafts [samples, most], of which the first `accepted` [samples] are the row's
-        next; -1: the row's logits are not numbers. found: [samples] drafts that the device has found, if it did. Steps
-        are read in the order they were launched.
+        next; -1: the row's logits are not numbers. looked_up: [samples] drafts that the device has found, if it did.
+        Steps are read in the order they were launched.
         """
         assert step.number == self.read + 1, "steps are read in the order they were launched"
         self.read = step.number
@@ -330,8 +330,8 @@ class Scheduler:
         rows = step.sampling_rows
         if accepted is None:
             tokens, accepted = tokens.reshape(-1, 1), np.ones(len(rows), np.int64)
-        if found is not None:
-            reject_ahead(self, step, accepted, found)
+        if looked_up is not None:
+            reject_ahead(self, step, accepted, looked_up)
         elif step.drafts is not None:
             self._reject(step, accepted)
         going = self.confirmed[rows] > 0  # rows that ended meanwhile have confirmed none

@@ -109,14 +109,14 @@ class Speculation:
         return self._newest[rows] > read
 
     def learn_ahead(
-        self, number: int, rows: np.ndarray, known: np.ndarray, found: np.ndarray, accepted: np.ndarray
+        self, number: int, rows: np.ndarray, known: np.ndarray, drafted: np.ndarray, accepted: np.ndarray
     ) -> None:
         """Take in the drafts that the device found for rows [n] in a step, and how many of them were right.
 
         known: [n] tokens that each may have by now. Later steps in flight may have drafts of the rows.
         """
-        had = found > 0
-        self.learn(rows[had], found[had], accepted[had])
+        had = drafted > 0
+        self.learn(rows[had], drafted[had], accepted[had])
         self.unread[rows] = self._newest[rows] > number
         self._next[rows[had & self.searches[rows]]] = 0
         self.searches[rows[had]] = False

@@ -77,7 +77,7 @@ class RecordedStep(Protocol):
 class RecordedScheduler(Protocol):
     """The part of a scheduler (`minillm.scheduler.Scheduler`) that recording uses."""
 
-    launched: int
+    newest: int
     read: int
     block_size: int
     requests: "list[Request | None]"
@@ -132,13 +132,13 @@ class Trace:
 
     def watch(self, scheduler: RecordedScheduler) -> None:
         """Record what a new scheduler does from now on."""
-        if scheduler.launched != scheduler.read or scheduler.has_work:
+        if scheduler.newest != scheduler.read or scheduler.has_work:
             raise TraceError("a trace can only begin while nothing runs, because its events record only changes")
         self._began = self._began or time.perf_counter_ns()
         scheduler.trace = self
         self._follow(scheduler.pool)
         rows, blocks = len(scheduler.requests), scheduler.pool.num_blocks
-        self._add("begin", rows, blocks, scheduler.block_size, scheduler.launched)
+        self._add("begin", rows, blocks, scheduler.block_size, scheduler.newest)
 
     def _follow(self, pool: RecordedPool) -> None:
         pool.watch_evictions(self._evicted.append)
@@ -155,7 +155,7 @@ class Trace:
 
     def admit(self, scheduler: RecordedScheduler, request: "Request", blocks: np.ndarray) -> None:
         """blocks: [groups, n]; those that hold the computed tokens were found in the cache."""
-        row, step = request.row, scheduler.launched + 1
+        row, step = request.row, scheduler.newest + 1
         known, computed = scheduler.known.item(row), scheduler.computed.item(row)
         shared = computed // scheduler.block_size
         self._add("admit", step, request.request_id, row, known, computed, request.limit, blocks, shared)
@@ -209,7 +209,7 @@ class Trace:
             self._add("reject", rows[counts > 0], counts[counts > 0])
 
     def reset(self, scheduler: RecordedScheduler) -> None:
-        self._add("reset", scheduler.launched)
+        self._add("reset", scheduler.newest)
         self._follow(scheduler.pool)
 
     # ---- writing and reading

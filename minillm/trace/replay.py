@@ -99,7 +99,7 @@ class Mirror:
         self.holders = [0] * event["blocks"]
         self.registered: set[int] = set()
         self.fence: list[tuple[int, int, str, list[int]]] = []  # (last step using the blocks, row, request, blocks)
-        self.launched = self.newest_read = event["launched"]
+        self.newest = self.newest_read = event["launched"]
         self.skipped: list[int] = []
         self.chunks: list[dict] = []
         self.drafts: list[dict] = []
@@ -112,7 +112,7 @@ class Mirror:
         request, row = event["request"], event["row"]
         self._expect(request in self.submitted, "admit", f"admits {request!r}, which was never submitted")
         self._expect(row not in self.blocks, "admit", f"takes row {row}, which is not free")
-        self._expect(event["step"] == self.launched + 1, "admit", f"is for step {event['step']}")
+        self._expect(event["step"] == self.newest + 1, "admit", f"is for step {event['step']}")
         self.names[row] = request
         for name in ("known", "computed", "limit"):
             getattr(self, name)[row] = event[name]
@@ -202,7 +202,7 @@ class Mirror:
 
     def _launch(self, event: dict) -> StepRows:
         number = event["step"]
-        self._expect(number == self.launched + 1, "launch", f"launches step {number}")
+        self._expect(number == self.newest + 1, "launch", f"launches step {number}")
         rows = np.concatenate([self.order, np.array(self.joined, np.int64)])
         pending = self.known[rows] - self.computed[rows]
         chunked = [chunk["row"] for chunk in self.chunks]
@@ -231,7 +231,7 @@ class Mirror:
         self._expect((self.computed[rows] <= self.known[rows]).all(), "launch", "runs tokens that do not exist yet")
         samples = self.computed[rows] == self.known[rows]
         self.known[rows[samples]] += 1
-        self.last[rows] = self.launched = number
+        self.last[rows] = self.newest = number
         for row in self.joined:
             arrivals = [self.submitted[name][0] for name in self.names[self.order]]
             index = int(np.searchsorted(arrivals, self.submitted[self.names[row]][0]))
@@ -243,7 +243,7 @@ class Mirror:
 
     def _read(self, event: dict) -> None:
         step = event["step"]
-        self._expect(step == self.newest_read + 1 and step <= self.launched, "read", f"reads step {step}")
+        self._expect(step == self.newest_read + 1 and step <= self.newest, "read", f"reads step {step}")
         self.newest_read = step
         self._open_fence()
 
@@ -255,7 +255,7 @@ class Mirror:
 
     def _reset(self, event: dict) -> None:
         self._expect(not self.blocks, "reset", "comes while requests still hold rows")
-        self.newest_read = self.launched
+        self.newest_read = self.newest
         self._open_fence()
         self.registered.clear()
         self.joined, self.skipped, self.chunks, self.drafts = [], [], [], []

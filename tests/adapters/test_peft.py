@@ -274,7 +274,7 @@ def test_a_request_has_the_adapter_that_its_name_had_at_one_moment(directory, tm
         def replaced(self, params):
             check(self, params)
             self.unload_adapter("a")
-            self.adapters.found["a"] = torch.zeros(2, 48).numpy()
+            self.adapters.by_name["a"] = torch.zeros(2, 48).numpy()
 
         monkeypatch.setattr(type(llm.engine), "check_params", replaced)
         tracked = llm.engine.prepare([1, 2], options=RequestOptions(adapter="a"))

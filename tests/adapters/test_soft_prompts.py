@@ -48,7 +48,7 @@ def llm(folder):
 
 
 def values(llm: LLM, name: str) -> torch.Tensor:
-    return torch.from_numpy(llm.engine.adapters.found[name])
+    return torch.from_numpy(llm.engine.adapters.by_name[name])
 
 
 def test_a_request_that_names_one_has_its_embeddings_before_the_prompt(llm):

@@ -54,14 +54,14 @@ def _(solution, rng):
         if loaded and rng.random() < 0.4:
             name = loaded.pop(rng.randrange(len(loaded)))
             mine.unload(name)
-            del theirs.found[name]
+            del theirs.by_name[name]
         elif free := [name for name in "abcd" if name not in loaded]:
             loaded.append(rng.choice(free))
             mine.load(loaded[-1])
-            theirs.found[loaded[-1]] = theirs.reserve(loaded[-1])
+            theirs.by_name[loaded[-1]] = theirs.reserve(loaded[-1])
         for name in (None, *loaded):
             salt = rng.choice(("", "ann", "1"))
-            load = 0 if name is None else theirs.found[name]
+            load = 0 if name is None else theirs.by_name[name]
             keys.append((mine.cache_key(salt, name), RequestOptions(cache_salt=salt, adapter=name).cache_key(load)))
     assert [[one[0] == other[0] for other in keys] for one in keys] == [
         [one[1] == other[1] for other in keys] for one in keys

@@ -146,7 +146,7 @@ def test_random_requests_with_random_aborts_get_the_right_tokens(options, teache
             engine.step()
             engine.scheduler.check()
         drain(engine)
-        preempted, steps = engine.scheduler.preemptions, engine.scheduler.launched
+        preempted, steps = engine.scheduler.preemptions, engine.scheduler.newest
         graphs = engine.executor.runner.graphs
         decodes, mixed = replayed["DecodeGraphs"], replayed["MixedGraphs"]
         print(f"{steps} steps; as graphs {decodes} of decodes, {mixed} with prompts")

@@ -108,7 +108,7 @@ def test_advance_writes_as_many_log_probabilities_to_the_host_as_a_row_has():
         on_host = [each.pin_memory() for each in on_host]
     count = torch.tensor([2, 3, 0], dtype=torch.int32, device=DEVICE)
     ids = torch.arange(9, dtype=torch.int32, device=DEVICE).reshape(3, most)
-    found = decode_step.Scores(count, ids, ids / 4)
+    found = decode_step.ScoreBuffers(count, ids, ids / 4)
     decode_step.advance(rows, sampled, int32(6, 6, 6), given["tokens"], out, on_host[0], found, tuple(on_host[1:]))
     if DEVICE == "cuda":
         torch.cuda.synchronize()

@@ -26,7 +26,7 @@ SHAPES = [(70, 100), *only_in_proofs((64, 1000), (256, 64)), *([(2048, 16384), (
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_row_of_a_product_has_the_same_bits_among_any_number(out, inputs, dtype, splits, device, monkeypatch):
     sized = fixed_order.product_config(out, inputs, dtype.itemsize)
-    config = fixed_order.ProductConfig(min(sized.inputs, 32), splits)
+    config = fixed_order.FixedOrderConfig(min(sized.inputs, 32), splits)
     monkeypatch.setattr(fixed_order, "product_config", lambda *_: config)
     matrix, bias = (random_tensor(*shape, dtype=dtype, device=device) for shape in ((out, inputs), (out,)))
     x = random_tensor(max(COUNTS), inputs, dtype=dtype, device=device)

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="kernels need triton, which exists for Linux only")
 
 from minillm.kernels import prompt_lookup
-from minillm.kernels.prompt_lookup import FOUND, Running
+from minillm.kernels.prompt_lookup import FOUND, RunningTokens
 from minillm.prompts import EMBEDDED
 from minillm.runner import device_drafts
 from minillm.speculation import Asked, NgramProposer
@@ -44,7 +44,7 @@ def by_host(tokens: torch.Tensor, length: int, count: int) -> list[int]:
     return NgramProposer().propose([Asked("r", tokens[:length].cpu().numpy(), count)])[0] if count else []
 
 
-def looked_up(tokens, rows, counts, given, lengths, size) -> Running:
+def looked_up(tokens, rows, counts, given, lengths, size) -> RunningTokens:
     """Run the kernel for these rows, one after the other, with padding at the end."""
     entries = torch.full((3, size), -1, dtype=torch.int64, device=DEVICE)
     entries[0] = len(tokens) - 1
@@ -53,7 +53,7 @@ def looked_up(tokens, rows, counts, given, lengths, size) -> Running:
         entries[0, at : at + 1 + count] = row
         entries[1, at], entries[2, at] = count, length
         at += 1 + count
-    running = Running(*torch.full((3, size), UNTOUCHED, dtype=torch.int64, device=DEVICE).unbind())
+    running = RunningTokens(*torch.full((3, size), UNTOUCHED, dtype=torch.int64, device=DEVICE).unbind())
     prompt_lookup.look_up(*entries.unbind(), lengths, tokens, MOST, running)
     assert (entries[2] == -1).all(), "from now on the device knows the lengths"
     return running
@@ -122,7 +122,7 @@ def test_drafts_count_until_the_first_that_is_wrong():
     size = sum(counts) + len(rows) + 2
     inputs = torch.full((2, size), -1, dtype=torch.int64, device=DEVICE)
     inputs[0] = padding
-    running = Running(*torch.full((3, size), -1, dtype=torch.int64, device=DEVICE).unbind())
+    running = RunningTokens(*torch.full((3, size), -1, dtype=torch.int64, device=DEVICE).unbind())
     out = int64(*[each for row in sampled for each in row], 0, 0)
     at = 0
     for row, length, each in zip(rows, before, drafts, strict=True):

@@ -196,7 +196,7 @@ def test_a_graph_step_discards_the_batch_of_earlier_eager_steps(directory):
         engine = llm.engine
         engine.submit(engine.prepare([5, 6, 7], params))
         with minillm.using(rms_norm=lambda *arguments: reference.rms_norm(*arguments)):
-            while engine.scheduler.launched < 3:
+            while engine.scheduler.newest < 3:
                 engine.step()
         assert engine.executor.runner._decoding is not None
         engine.step()

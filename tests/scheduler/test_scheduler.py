@@ -211,7 +211,7 @@ def test_a_scheduler_counts_on_where_another_ended():
     for number, name in enumerate(COUNTED, start=5):
         assert getattr(before, name) == 0
         setattr(before, name, number)
-    before.launched = before.read = 3
+    before.newest = before.read = 3
     after.count_on_from(before)
     assert [getattr(after, name) for name in COUNTED] == [5, 6, 7, 8, 9, 10]
     after.submit(request("next", [5], 1))

@@ -312,7 +312,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         results = agreed(actual, sampled)
         self.device.count(actual, results.accepted)
         if step.lookup is not None:
-            results.found = actual.drafted
+            results.looked_up = actual.drafted
         self.in_flight.append((step, results, owners, read))
 
     @precondition(lambda self: self.in_flight)
@@ -322,7 +322,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampled = self.device.unread.popleft()
         if self.device.stages > 1:  # else the device has them since it ran the step, and newer ones since
             self.device.tokens |= sampled
-        more = {} if step.lookup is None else {"found": results.found}
+        more = {} if step.lookup is None else {"looked_up": results.looked_up}
         for request in self.scheduler.complete(step, results.tokens, results.accepted, **more):
             assert request.finish_reason in ("stop", "length")
 
@@ -431,7 +431,7 @@ class SkipsTheFence(Scheduler):
     """Rows and blocks are freed while steps that may access them are in flight."""
 
     def _open_fence(self):
-        for row, blocks in self.fence.release(self.launched):
+        for row, blocks in self.fence.release(self.newest):
             self.pool.release(blocks)
             self._free_rows += [row][: row >= 0]
 
@@ -534,10 +534,10 @@ class HidesWhatIsSeenAgain(Scheduler):
 class AcceptsOneTooManyAhead(Scheduler):
     """A row is one token longer for the host than for the device, which has started the next step by then."""
 
-    def complete(self, step, tokens, accepted, found=None):
-        if found is not None:
+    def complete(self, step, tokens, accepted, looked_up=None):
+        if looked_up is not None:
             accepted = np.minimum(accepted + 1, tokens.shape[1])
-        return super().complete(step, tokens, accepted, *([] if found is None else [found]))
+        return super().complete(step, tokens, accepted, *([] if looked_up is None else [looked_up]))
 
 
 class StartsWhereItCounts(Scheduler):

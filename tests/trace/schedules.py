@@ -20,7 +20,7 @@ class LeavesSomeOut(Scheduler):
 
     def _share_budget(self, rows):
         rows, queries, *rest = super()._share_budget(rows)
-        kept = np.arange(len(rows)) % 3 != self.launched % 3
+        kept = np.arange(len(rows)) % 3 != self.newest % 3
         kept[:1] = True
         return rows[kept], queries[kept], *rest
 

@@ -74,7 +74,7 @@ def test_an_unfinished_file_is_readable_when_cut_at_any_byte(tmp_path):
 def test_an_invalid_line_is_reported(tmp_path, line):
     path = tmp_path / "trace.jsonl"
     schedule = Schedule(3, Trace(path))
-    while schedule.scheduler.launched < 10:
+    while schedule.scheduler.newest < 10:
         schedule.run(30)
     schedule.trace.close()
     lines = path.read_text().splitlines()

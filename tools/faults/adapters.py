@@ -27,14 +27,14 @@ FAULTS = (
     Fault(
         "two loads of one name are both done",
         ENGINE,
-        "        self.found[name] = None\n",
+        "        self.by_name[name] = None\n",
         "",
         f"{FILES} -k two_loads",
     ),
     Fault(
         "a load that failed keeps its name",
         ENGINE,
-        "            del self.adapters.found[name]\n        if isinstance",
+        "            del self.adapters.by_name[name]\n        if isinstance",
         "            pass\n        if isinstance",
         f"{FILES} -k name_free",
     ),

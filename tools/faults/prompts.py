@@ -146,8 +146,8 @@ FAULTS = (
     Fault(
         "a soft prompt stays after it was unloaded",
         "minillm/engine/adapters.py",
-        "        del self.adapters.found[name]\n        if load:",
-        "        if load:\n            del self.adapters.found[name]",
+        "        del self.adapters.by_name[name]\n        if load:",
+        "        if load:\n            del self.adapters.by_name[name]",
         "tests/adapters/test_soft_prompts.py -k loaded_and_unloaded",
     ),
 )

@@ -24,7 +24,7 @@ FAULTS = (
         "blocks are freed before the steps in flight are read",
         SCHEDULER,
         "self.fence.release(self.read)",
-        "self.fence.release(self.launched)",
+        "self.fence.release(self.newest)",
         "tests/scheduler/test_scheduler.py -k wait_for_the_steps",
     ),
     Fault(

@@ -211,8 +211,8 @@ FAULTS = (
     Fault(
         "what the device has not found counts as wrong",
         "minillm/speculation/control.py",
-        "self.learn(rows[had], found[had], accepted[had])",
-        "self.learn(rows[had], found[had] + 1, accepted[had])",
+        "self.learn(rows[had], drafted[had], accepted[had])",
+        "self.learn(rows[had], drafted[had] + 1, accepted[had])",
         "tests/scheduler/test_drafting_ahead.py",
     ),
     Fault(
