@@ -38,7 +38,7 @@ class ModuleKey:
         if not (_is_at(first, text, 0) and _is_at(last, text, end - len(last))):
             return False
         for piece in middle:
-            found = next((place for place in range(at, end) if _is_at(piece, text, place)), None)
+            found = next((start for start in range(at, end) if _is_at(piece, text, start)), None)
             if found is None:
                 return False
             at = found + len(piece)
