@@ -45,15 +45,15 @@ class ModuleKey:
         return at <= end - len(last)
 
 
-def read_patterns(given: Any, field: str) -> list[tuple[ModuleKey, Any]]:
+def read_patterns(patterns: Any, field: str) -> list[tuple[ModuleKey, Any]]:
     """The keys of a field of adapter_config.json, and their values. Raises ConfigError, which names the field."""
-    if given is None:
+    if patterns is None:
         return []
-    if not isinstance(given, dict):
-        raise ConfigError(f"{field} must be an object, not {shown(given)}")
-    if len(given) > MOST_KEYS:
-        raise ConfigError(f"{field} has {len(given)} keys, and at most {MOST_KEYS} are read")
-    return [(_pattern(key, field), value) for key, value in given.items()]
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"{field} must be an object, not {shown(patterns)}")
+    if len(patterns) > MOST_KEYS:
+        raise ConfigError(f"{field} has {len(patterns)} keys, and at most {MOST_KEYS} are read")
+    return [(_pattern(key, field), value) for key, value in patterns.items()]
 
 
 def value_for(patterns: Sequence[tuple[ModuleKey, Any]], module: str, otherwise: Any) -> Any:
