@@ -183,8 +183,8 @@ def inner_kernel(
                 down = _load_block(down_at, entries, entries < SIZE, more, COLUMNS, COLUMNS)
                 total += _product(down, x, IN_HALF, GROUPS, ENTRIES, TOKENS)
         total = tl.sum(total, axis=0)
-        place = inner_ptr + (each % SHARES * tokens + members[None, :]) * SIZE + entries[:, None]
-        tl.store(place, total, mask=(members >= 0)[None, :] & (entries < SIZE)[:, None])
+        target = inner_ptr + (each % SHARES * tokens + members[None, :]) * SIZE + entries[:, None]
+        tl.store(target, total, mask=(members >= 0)[None, :] & (entries < SIZE)[:, None])
         members, entries, columns, down_at, down = next_members, next_entries, next_columns, next_at, next_down
 
 
@@ -263,9 +263,9 @@ def add_kernel(
     up = _load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
     wait_for_inputs(DEPENDENT)
     rows = begin + tl.arange(0, TILE)
-    place = out_ptr + members[None, :].to(tl.int64) * out_stride + rows[:, None]
+    target = out_ptr + members[None, :].to(tl.int64) * out_stride + rows[:, None]
     mask = (members >= 0)[None, :] & (rows < after)[:, None]
-    before = tl.load(place, mask=mask, other=0)
+    before = tl.load(target, mask=mask, other=0)
     inner = _load_inner(inner_ptr, members, part, tokens, SIZE, RANK, RANK_TILE, SHARES, SHARE_TILE)
     for each in tl.range(item, last, num_stages=1):
         following = each + 1
@@ -277,15 +277,15 @@ def add_kernel(
             next_slot = 0
         next_up = _load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
         rows = begin + tl.arange(0, TILE)
-        next_place = out_ptr + next_members[None, :].to(tl.int64) * out_stride + rows[:, None]
+        next_target = out_ptr + next_members[None, :].to(tl.int64) * out_stride + rows[:, None]
         next_mask = (next_slot > 0) & (next_members >= 0)[None, :] & (rows < after)[:, None]
-        next_before = tl.load(next_place, mask=next_mask, other=0)
+        next_before = tl.load(next_target, mask=next_mask, other=0)
         total = _added(up, inner, DOT, IN_HALF, PRECISION)
-        tl.store(place, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
+        tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
         if (following < last) & ((next_part != part) | (following % blocks == 0)):
             inner = _load_inner(inner_ptr, next_members, next_part, tokens, SIZE, RANK, RANK_TILE, SHARES, SHARE_TILE)
         slot, members, part, up = next_slot, next_members, next_part, next_up
-        place, mask, before = next_place, next_mask, next_before
+        target, mask, before = next_target, next_mask, next_before
 
 
 def add_low_rank(

@@ -248,15 +248,15 @@ def combine_kernel(partial_ptr, log_total_ptr, out_ptr, SPLITS: tl.constexpr, DI
     tl.store(out_ptr + head * DIM + dims, out.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["table_stride", "ROOM"])  # or every table width would be compiled separately
+@triton.jit(do_not_specialize=["table_stride", "row_stride"])  # or every table width would be compiled separately
 def prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lengths_ptr, query_start_ptr, out_ptr, cos_sin_ptr, scale,
-    table_stride, block_stride, slot_stride, head_stride, ROOM,
+    table_stride, block_stride, slot_stride, head_stride, row_stride,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PRODUCT: tl.constexpr, ROWS_LAST: tl.constexpr,
     LARGE: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Without a table, a row's keys begin at row * ROOM, or where its queries do (PACKED)."""
+    """Without a table, a row's keys begin at row * row_stride, or where its queries do (PACKED)."""
     TILES: tl.constexpr = 1 if ROWS_LAST else 2  # the axis of the grid
     tile = tl.num_programs(TILES) - 1 - tl.program_id(TILES)
     kv_head, kv_heads, row = tl.program_id(0), tl.num_programs(0), tl.program_id(3 - TILES).to(tl.int64)
@@ -287,7 +287,7 @@ def prefill_kernel(
     if k_scale_ptr is not None:
         k_scale_ptr += kv_head
         v_scale_ptr += kv_head
-    begin = start if PACKED else row * ROOM
+    begin = start if PACKED else row * row_stride
     out, maximum, total = _attend(
         q, positions, first, last, None, seen_first, earliest + 1, length, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr, cos_sin_ptr, scale, block_stride, slot_stride, kv_heads, begin.to(tl.int32), kv_head * DIM,
@@ -379,7 +379,7 @@ class _Keys(NamedTuple):
     kv_heads: int
     nbytes: int
     config: "AttentionConfig"
-    room: int = 0  # without blocks: tokens from a row's first key to the next row's; 0: as many as it has
+    row_stride: int = 0  # without blocks: tokens from a row's first key to the next row's; 0: as many as it has
     cache: CacheArguments | None = None  # with blocks
     table: torch.Tensor | None = None
 
@@ -447,11 +447,12 @@ def _prefill(
     tiles, count = triton.cdiv(rows.max_queries * group, config.rows), len(lengths)
     prefill_kernel[(keys.kv_heads, tiles, count) if rows_last else (keys.kv_heads, count, tiles)](
         q, keys.k, keys.v, k_scale, v_scale, keys.table, lengths, rows.query_start[part.start or 0 :], out,
-        options.rotary, options.scale, 0 if keys.table is None else keys.table.stride(0), *strides, keys.room,
+        options.rotary, options.scale, 0 if keys.table is None else keys.table.stride(0), *strides, keys.row_stride,
         GROUP=group, ROWS=config.rows, KEYS=config.keys, DIM=q.shape[2], BLOCK_SIZE=block_size,
         WINDOW=options.window or 0, SOFT_CAP=options.soft_cap or 0.0,
         PRODUCT=product_type(q.dtype, k_scale is not None), ROWS_LAST=rows_last,
-        LARGE=cache is not None and _is_large(cache), FAST=_has_fast_tanh(q), PACKED=cache is None and not keys.room,
+        LARGE=cache is not None and _is_large(cache), FAST=_has_fast_tanh(q),
+        PACKED=cache is None and not keys.row_stride,
         num_warps=config.warps, num_stages=1 if options.rotary is not None else config.stages,
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ class RunningTokens(NamedTuple):
 
 @triton.jit
 def look_up_kernel(
-    rows_ptr, counts_ptr, given_ptr, lengths_ptr, tokens_ptr, run_rows_ptr, positions_ptr, drafts_ptr,
+    rows_ptr, counts_ptr, host_lengths_ptr, lengths_ptr, tokens_ptr, run_rows_ptr, positions_ptr, drafts_ptr,
     tokens_stride, PAD_ROW, MOST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
@@ -47,9 +47,9 @@ def look_up_kernel(
         tl.store(positions_ptr + i, row * 0)
         tl.store(drafts_ptr + i, row * 0 - 1)
     elif count >= 0:
-        given = tl.load(given_ptr + i).to(tl.int32)
-        tl.store(given_ptr + i, row * 0 - 1)  # from now on, the device's own
-        length = tl.where(given >= 0, given, tl.load(lengths_ptr + row))
+        host_length = tl.load(host_lengths_ptr + i).to(tl.int32)
+        tl.store(host_lengths_ptr + i, row * 0 - 1)  # from now on, the device's own
+        length = tl.where(host_length >= 0, host_length, tl.load(lengths_ptr + row))
         last = length - 1
         history = tokens_ptr + row * tokens_stride
         best = last * 0  # (which n-gram) << 26 | where it ends, plus 1; 0: none
@@ -103,7 +103,7 @@ def accept_kernel(
 def look_up(
     rows: torch.Tensor,
     counts: torch.Tensor,
-    given: torch.Tensor,
+    host_lengths: torch.Tensor,
     lengths: torch.Tensor,
     tokens: torch.Tensor,
     most: int,
@@ -112,12 +112,12 @@ def look_up(
     """Write the entries of a batch, [n] each, with what is found for its rows, to `running`.  Lesson 13.
 
     rows [n] int64: each entry's row, tokens' last one for padding. counts [n] int64: at a row's first entry, how many
-    of those after it are for drafts, at most `most`; else -1. given [n] int64: there, the row's length, or -1 if
+    of those after it are for drafts, at most `most`; else -1. host_lengths [n] int64: there, the row's length, or -1 if
     `lengths` has it; it becomes -1. lengths [all] int32; tokens [all, longest] int32, of which only a row's own, before
     its length, are read. A draft below 0, an embedding's place, ends the drafts.
     """
     look_up_kernel[(len(rows),)](
-        rows, counts, given, lengths, tokens, *running, tokens.stride(0), len(tokens) - 1,
+        rows, counts, host_lengths, lengths, tokens, *running, tokens.stride(0), len(tokens) - 1,
         MOST=triton.next_power_of_2(most + 1), TILE=TILE, num_warps=8,
     )  # fmt: skip
 

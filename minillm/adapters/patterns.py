@@ -38,22 +38,22 @@ class ModuleKey:
         if not (_is_at(first, text, 0) and _is_at(last, text, end - len(last))):
             return False
         for piece in middle:
-            found = next((place for place in range(at, end) if _is_at(piece, text, place)), None)
+            found = next((start for start in range(at, end) if _is_at(piece, text, start)), None)
             if found is None:
                 return False
             at = found + len(piece)
         return at <= end - len(last)
 
 
-def read_patterns(given: Any, field: str) -> list[tuple[ModuleKey, Any]]:
+def read_patterns(patterns: Any, field: str) -> list[tuple[ModuleKey, Any]]:
     """The keys of a field of adapter_config.json, and their values. Raises ConfigError, which names the field."""
-    if given is None:
+    if patterns is None:
         return []
-    if not isinstance(given, dict):
-        raise ConfigError(f"{field} must be an object, not {shown(given)}")
-    if len(given) > MOST_KEYS:
-        raise ConfigError(f"{field} has {len(given)} keys, and at most {MOST_KEYS} are read")
-    return [(_pattern(key, field), value) for key, value in given.items()]
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"{field} must be an object, not {shown(patterns)}")
+    if len(patterns) > MOST_KEYS:
+        raise ConfigError(f"{field} has {len(patterns)} keys, and at most {MOST_KEYS} are read")
+    return [(_pattern(key, field), value) for key, value in patterns.items()]
 
 
 def value_for(patterns: Sequence[tuple[ModuleKey, Any]], module: str, otherwise: Any) -> Any:

@@ -108,11 +108,11 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> Adapter:
 
     Raises ConfigError, which names what cannot be read and why.
     """
-    place = Path(directory)
-    described = read_description(place)
+    directory = Path(directory)
+    described = read_description(directory)
     try:
         _check_fields(described)
-        entries = read_entries(place)
+        entries = read_entries(directory)
         if shared := overlapping(entries):
             raise ConfigError(f"{FACTORS}: tensors {shared[0]} and {shared[1]} share bytes")
         patterns = [read_patterns(described.get(field), field) for field in ("rank_pattern", "alpha_pattern")]
@@ -124,25 +124,25 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> Adapter:
                 raise ConfigError(f"it changes {min(twice)} twice, the second time as {module}")
             found |= parts
     except ConfigError as error:
-        raise ConfigError(f"adapter {place}: {error}") from None
+        raise ConfigError(f"adapter {directory}: {error}") from None
     if not found:
-        raise ConfigError(f"adapter {place}: {FACTORS} has no factors: nothing would change")
-    return Adapter(place, max(part.down.shape[0] for part in found.values()), found)
+        raise ConfigError(f"adapter {directory}: {FACTORS} has no factors: nothing would change")
+    return Adapter(directory, max(part.down.shape[0] for part in found.values()), found)
 
 
-def read_description(place: Path) -> dict[str, Any]:
+def read_description(directory: Path) -> dict[str, Any]:
     """The fields of a directory's adapter_config.json. Raises ConfigError."""
-    path = place / CONFIG
+    path = directory / CONFIG
     if not path.is_file():
-        raise ConfigError(f"{place} has no {CONFIG}: give the directory that PEFT's save_pretrained wrote")
+        raise ConfigError(f"{directory} has no {CONFIG}: give the directory that PEFT's save_pretrained wrote")
     if (size := path.stat().st_size) > LARGEST_CONFIG:
         raise ConfigError(f"{path} has {size:,} bytes, and PEFT writes some thousands: at most {LARGEST_CONFIG:,}")
     return read_json(path, ConfigError)
 
 
-def read_entries(place: Path) -> dict[str, Entry]:
+def read_entries(directory: Path) -> dict[str, Entry]:
     """Where the tensors of a directory's adapter_model.safetensors are. Raises ConfigError."""
-    path = place / FACTORS
+    path = directory / FACTORS
     if not path.is_file():
         raise ConfigError(f"it has no {FACTORS}: save it as safetensors")
     try:

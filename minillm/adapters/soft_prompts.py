@@ -33,8 +33,8 @@ HARMLESS = {
 
 def is_soft_prompt(directory: str | Path) -> bool:
     """Return whether a directory that PEFT wrote has a soft prompt. Raises ConfigError if it has no readable config."""
-    place = Path(directory)
-    return (place / CONFIG).is_file() and read_description(place).get("peft_type") in KINDS
+    directory = Path(directory)
+    return (directory / CONFIG).is_file() and read_description(directory).get("peft_type") in KINDS
 
 
 def read_soft_prompt(directory: str | Path, config: ModelConfig, dtype: str, most: int) -> np.ndarray:
@@ -42,11 +42,11 @@ def read_soft_prompt(directory: str | Path, config: ModelConfig, dtype: str, mos
 
     config, dtype: of the model. Raises ConfigError, which names what cannot be read and why.
     """
-    place = Path(directory)
-    described = read_description(place)
+    directory = Path(directory)
+    described = read_description(directory)
     try:
         _check_fields(described)
-        entries = read_entries(place)
+        entries = read_entries(directory)
         if list(entries) != [TENSOR]:
             raise ConfigError(f"{FACTORS} must have the tensor {TENSOR} alone, not {shown(list(entries))}")
         entry = entries[TENSOR]
@@ -59,9 +59,11 @@ def read_soft_prompt(directory: str | Path, config: ModelConfig, dtype: str, mos
         return read_tensor(read_matrix(entry), config.hidden_size, dtype, most)
     except InvalidRequest as error:
         reason = str(error).replace("prompt_embeds", TENSOR)
-        raise ConfigError(f"soft prompt {place}: {reason}; it was trained on another model, or is damaged") from None
+        raise ConfigError(
+            f"soft prompt {directory}: {reason}; it was trained on another model, or is damaged"
+        ) from None
     except ConfigError as error:
-        raise ConfigError(f"soft prompt {place}: {error}") from None
+        raise ConfigError(f"soft prompt {directory}: {error}") from None
 
 
 def _check_fields(described: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ class OutputText:
         self._stop, self._min_tokens = stop, min_tokens
         self._pending = ""  # complete characters that a broken byte could still change
         self._tokens = 0
-        self._given = 0  # characters that `new` gave
+        self._returned = 0  # characters that `new` has returned
         self._ended = False
 
     def add(self, ids: Sequence[int], reason: str | None = None) -> int:
@@ -67,8 +67,8 @@ class OutputText:
 
     def new(self) -> str:
         """Text since the last call, without an ending that may become a stop string."""
-        start, self._given = self._given, self._safe
-        return self.text[start : self._given]
+        start, self._returned = self._returned, self._safe
+        return self.text[start : self._returned]
 
     def _completes_stop(self, new: str) -> bool:
         """Take one token's text, and say whether a stop string ends the output."""

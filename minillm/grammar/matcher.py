@@ -80,7 +80,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Sequence[int]):
-        self._given, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos)
+        self._model_tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos)
         self._made: tuple[Vocabulary, Any] | None = None  # with its llguidance.LLTokenizer
         self._making = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -136,9 +136,9 @@ class Grammars:
             return self._made
 
     def _make_tokenizer(self) -> tuple[Vocabulary, Any]:
-        if self._given is None:
+        if self._model_tokenizer is None:
             raise InvalidRequest("json_schema and regex need a tokenizer, and this model has none: leave them out")
-        if not hasattr(self._given, "token_bytes"):
+        if not hasattr(self._model_tokenizer, "token_bytes"):
             raise InvalidRequest(
                 "json_schema and regex need to know each token's bytes, and the engine's tokenizer has no "
                 "token_bytes(id): give it one, as minillm.Tokenizer has, or leave them out"
@@ -148,7 +148,7 @@ class Grammars:
                 "json_schema and regex end with the model's end token, and its config.json has no eos_token_id: add it"
             )
         library = _library()
-        vocabulary = Vocabulary(self._given, self._vocab_size, self._eos)
+        vocabulary = Vocabulary(self._model_tokenizer, self._vocab_size, self._eos)
         return vocabulary, library.LLTokenizer(vocabulary, eos_token=self._eos)
 
 

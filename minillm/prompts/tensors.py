@@ -15,21 +15,21 @@ def is_embeddings(part: object) -> bool:
     return isinstance(part, (Tensor, np.ndarray)) and (part.ndim > 1 or torch.as_tensor(part).is_floating_point())
 
 
-def read_tensor(given: object, hidden_size: int, dtype: str, most: int) -> np.ndarray:
+def read_tensor(tensor: object, hidden_size: int, dtype: str, most: int) -> np.ndarray:
     """Return the embeddings in a tensor or an array, [n, hidden], at most `most` of them. Raises InvalidRequest.
 
     hidden_size, dtype: of the model. The tensor may be on any device; it is copied.
     """
-    if isinstance(given, np.ndarray) and given.dtype.kind == "f" and given.dtype != np.longdouble:
-        given = torch.from_numpy(np.ascontiguousarray(given, dtype=given.dtype.newbyteorder("=")))
-    if not isinstance(given, Tensor):
-        raise InvalidRequest(f"prompt_embeds must be a tensor [tokens, {hidden_size}], not {shown(given)}")
-    if given.is_quantized or given.layout != torch.strided:
+    if isinstance(tensor, np.ndarray) and tensor.dtype.kind == "f" and tensor.dtype != np.longdouble:
+        tensor = torch.from_numpy(np.ascontiguousarray(tensor, dtype=tensor.dtype.newbyteorder("=")))
+    if not isinstance(tensor, Tensor):
+        raise InvalidRequest(f"prompt_embeds must be a tensor [tokens, {hidden_size}], not {shown(tensor)}")
+    if tensor.is_quantized or tensor.layout != torch.strided:
         raise InvalidRequest(
-            f"prompt_embeds must be a dense tensor of floats, not {given.layout} of {given.dtype}: call to_dense() or "
-            "dequantize()"
+            f"prompt_embeds must be a dense tensor of floats, not {tensor.layout} of {tensor.dtype}: call to_dense() "
+            "or dequantize()"
         )
-    check_shape(tuple(given.shape), str(given.dtype).removeprefix("torch."), hidden_size, most)
+    check_shape(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), hidden_size, most)
     # float32 holds all values of shorter types, and numpy has no bfloat16.
-    wide = given.detach().to("cpu", torch.float64 if given.dtype == torch.float64 else torch.float32, copy=True)
+    wide = tensor.detach().to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
     return checked(wide.numpy(), dtype)

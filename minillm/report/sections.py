@@ -229,8 +229,8 @@ def _cost(record: Record) -> Section:
 
 def short(number: float) -> str:
     """With four significant digits, and never in powers of ten: 301.9, 1.802, 0.01594."""
-    places = 3 - math.floor(math.log10(number)) if number > 0 else 0
-    return f"{number:,.{max(0, places)}f}"
+    decimals = 3 - math.floor(math.log10(number)) if number > 0 else 0
+    return f"{number:,.{max(0, decimals)}f}"
 
 
 def _section(

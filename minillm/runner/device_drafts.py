@@ -50,11 +50,11 @@ class DeviceDrafts:
         assert step.lookup is not None, "the host's drafts run elsewhere"
         ends, most = np.cumsum(step.queries), int(counts.max(initial=0))
         offsets = np.arange(ends[-1]) - np.repeat(ends - step.queries, step.queries)
-        given = np.where(step.lookup, step.starts + 1, -1)
-        rows, counted, entries, after, given_length = state.send(
-            step.rows, counts, np.repeat(np.arange(len(step.rows)), step.queries), offsets, given
+        host_lengths = np.where(step.lookup, step.starts + 1, -1)
+        rows, counted, entries, after, sent_lengths = state.send(
+            step.rows, counts, np.repeat(np.arange(len(step.rows)), step.queries), offsets, host_lengths
         )
-        lengths = torch.where(given_length >= 0, given_length, state.lengths[rows].long())
+        lengths = torch.where(sent_lengths >= 0, sent_lengths, state.lengths[rows].long())
         drafts = self._drafts(rows, int(step.ends.max()), lengths, counted, most)
 
         token_rows, positions = rows[entries], lengths[entries] - 1 + after

@@ -39,7 +39,7 @@ class LookupGraphs:
         return None if shape is None else shape._replace(lookup=True)
 
     def inputs(self, size: int) -> Tensor:
-        """The inputs of a graph of this size, [3, size] int64: rows, counts and given, as `look_up` takes them."""
+        """Rows, counts and host_lengths of a graph of this size, [3, size] int64, as `look_up` takes them."""
         return self._inputs[: 3 * size].view(3, size)
 
     def replay(self, step: Step, shape: DecodeShape) -> Replayed:
@@ -83,10 +83,10 @@ class LookupGraphs:
 
     def _run(self, inputs: Tensor, shape: DecodeShape, out: Tensor) -> ToSample:
         """Run a step. inputs: as `inputs` returns them. Returns what its tokens were sampled from."""
-        (rows, counts, given), state = inputs.unbind(), self.decodes.state
+        (rows, counts, host_lengths), state = inputs.unbind(), self.decodes.state
         running = self._running[: 3 * shape.rows].view(3, shape.rows)
         entries = prompt_lookup.RunningTokens(*running.unbind())
-        prompt_lookup.look_up(rows, counts, given, state.lengths, state.tokens, self.most, entries)
+        prompt_lookup.look_up(rows, counts, host_lengths, state.lengths, state.tokens, self.most, entries)
         to_sample = self.decodes._logits(running, shape)
         self.decodes._sample(running, to_sample, out)
         prompt_lookup.accept(rows, counts, entries, out, state.lengths, state.accepted, self.most)

@@ -30,7 +30,7 @@ def admit(self: "Scheduler", budget: int) -> tuple[list[tuple[int, int]], Refusa
     most = -(-len(self.waiting) // self.stages)  # the next steps admit the others: see `turns`
     while self.waiting and budget > 0 and self._free_rows and len(admitted) < most:
         request = self.waiting[0]
-        if not self.slots.has_room(request.load):
+        if not self.slots.has_slot_for(request.load):
             return admitted, Refusal("adapters")
         # Rows take a block every block_size steps: leave what they are expected to take in the next one.
         reserve = -(-len(self.order) // self.block_size) * self.tables.groups

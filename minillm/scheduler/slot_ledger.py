@@ -15,12 +15,12 @@ class SlotLedger:
         self.held: OrderedDict[int, int] = OrderedDict()  # load -> slot, least recently used first
         self.users: Counter[int] = Counter()  # running requests of each load
 
-    def has_room(self, load: int) -> bool:
+    def has_slot_for(self, load: int) -> bool:
         """Return whether a request with this adapter could run now."""
         return load == 0 or load in self.held or bool(self.free) or any(not self.users[each] for each in self.held)
 
     def take(self, load: int) -> int:
-        """Return the slot of a request that begins to run; 0 if it has no adapter. There must be room."""
+        """Return the slot of a request that begins to run, which `has_slot_for` must allow; 0 if it has no adapter."""
         if load == 0:
             return 0
         if load not in self.held:

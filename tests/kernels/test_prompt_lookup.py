@@ -44,12 +44,12 @@ def by_host(tokens: torch.Tensor, length: int, count: int) -> list[int]:
     return NgramProposer().propose([Asked("r", tokens[:length].cpu().numpy(), count)])[0] if count else []
 
 
-def looked_up(tokens, rows, counts, given, lengths, size) -> RunningTokens:
+def looked_up(tokens, rows, counts, host_lengths, lengths, size) -> RunningTokens:
     """Run the kernel for these rows, one after the other, with padding at the end."""
     entries = torch.full((3, size), -1, dtype=torch.int64, device=DEVICE)
     entries[0] = len(tokens) - 1
     at = 0
-    for row, count, length in zip(rows, counts, given, strict=True):
+    for row, count, length in zip(rows, counts, host_lengths, strict=True):
         entries[0, at : at + 1 + count] = row
         entries[1, at], entries[2, at] = count, length
         at += 1 + count
@@ -73,9 +73,9 @@ def test_the_device_finds_the_drafts_that_the_host_finds(seed, monkeypatch):
     counts = [rng.choice([0, 1, MOST, MOST]) for _ in rows]
     host = [rng.random() < 0.5 for _ in rows]  # whether the host gives the length
     lengths = torch.tensor([1 if row in np.array(rows)[host] else own[row] for row in range(13)], dtype=torch.int32)
-    given = [own[row] if known else -1 for row, known in zip(rows, host, strict=True)]
+    host_lengths = [own[row] if known else -1 for row, known in zip(rows, host, strict=True)]
     size = sum(counts) + len(rows) + 5
-    running = looked_up(tokens, rows, counts, given, lengths.to(DEVICE), size)
+    running = looked_up(tokens, rows, counts, host_lengths, lengths.to(DEVICE), size)
 
     reference = device_drafts.look_up(tokens[rows], int64(*(own[row] for row in rows)), int64(*counts), MOST).tolist()
     at = found = 0

@@ -102,6 +102,28 @@ def arguments(node: ast.AST) -> list[ast.arg]:
     return node.args.args + node.args.kwonlyargs if isinstance(node, ast.FunctionDef) else []
 
 
+def test_a_place_is_ray_serves_in_all_names():
+    """The table of words keeps `place` for minillm/deploy; in prose it may mean what it means in English."""
+    apart = [ROOT / "minillm" / each for each in ("course", "deploy", "kernels")]  # the last is a link to kernels/
+    files = [file for folder in ("minillm", "kernels") for file in sorted((ROOT / folder).rglob("*.py"))]
+    named = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in files
+        if not any(file.is_relative_to(folder) for folder in apart)
+        for name in sorted(names(ast.parse(file.read_text(encoding="utf-8"))))
+        if {"place", "places"} & set(name.split("_"))
+    ]
+    assert "| place | Only in [deploy]" in TEXT
+    assert not named
+
+
+def names(tree: ast.Module) -> set[str]:
+    """The parameters, attributes and variables of a module, and keywords of calls."""
+    found = {node.arg for node in ast.walk(tree) if isinstance(node, (ast.arg, ast.keyword)) and node.arg}
+    found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return found | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
 @pytest.mark.parametrize("section", LEFT_OUT.split("\n## ")[1:], ids=lambda section: section.splitlines()[0])
 def test_what_the_course_leaves_out(section):
     """Each subject has the engine's names for it, a lesson where it would go, and a source with its year."""

@@ -166,16 +166,16 @@ def test_a_worker_that_hangs_while_it_starts_is_replaced_unless_it_waits_for_an_
 @pytest.mark.parametrize("error", [BlockingIOError(11, "no process is left"), ArithmeticError("a mistake")])
 def test_the_other_workers_keep_working_when_one_cannot_be_replaced(pair, monkeypatch, caplog, error):
     """If the machine refuses, the server retries until a worker starts; a programming error affects no other worker."""
-    (first, second), launch, tried = pids(pair), pair.workers._launch, []
+    (first, second), start, tried = pids(pair), pair.workers._start, []
 
     def fail(failures):
         tried.append(True)
         if len(tried) < 3:
             raise error
-        return launch(failures)
+        return start(failures)
 
     monkeypatch.setattr("minillm.server.supervisor.fleet.RETRY", 0.05)
-    monkeypatch.setattr(pair.workers, "_launch", fail)
+    monkeypatch.setattr(pair.workers, "_start", fail)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: tried)
     assert ask(pair).status_code == 200
@@ -195,20 +195,20 @@ def dying(monkeypatch):
 
 def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkeypatch, caplog):
     """Each attempt waits longer than the one before."""
-    (first, second), launch, again, delays = pids(pair), pair.workers._launch, sys.executable, []
+    (first, second), start, again, delays = pids(pair), pair.workers._start, sys.executable, []
     timer = threading.Timer
 
     def timed(seconds, *rest):
         delays.append(seconds)
         return timer(seconds, *rest)
 
-    def launched(failures):
+    def started(failures):
         if len(delays) == 3:
             monkeypatch.setattr("sys.executable", again)
-        return launch(failures)
+        return start(failures)
 
     monkeypatch.setattr("threading.Timer", timed)
-    monkeypatch.setattr(pair.workers, "_launch", launched)
+    monkeypatch.setattr(pair.workers, "_start", started)
     dying(monkeypatch)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: len(delays) == 3 and len(pids(pair)) == 2)
@@ -225,14 +225,14 @@ def test_a_worker_that_dies_on_startup_is_replaced_until_one_starts(pair, monkey
 
 
 def test_a_server_starts_although_its_first_worker_is_killed_on_startup(engine, monkeypatch):
-    again, launch = sys.executable, Workers._launch
+    again, start = sys.executable, Workers._start
 
-    def launched(workers, failures):
-        worker = launch(workers, failures)
+    def started(workers, failures):
+        worker = start(workers, failures)
         monkeypatch.setattr("sys.executable", again)
         return worker
 
-    monkeypatch.setattr(Workers, "_launch", launched)
+    monkeypatch.setattr(Workers, "_start", started)
     dying(monkeypatch)
     with running(engine) as server:
         assert ask(server).status_code == 200

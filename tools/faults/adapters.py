@@ -202,15 +202,15 @@ FAULTS = (
     Fault(
         "clients may load adapters from anywhere",
         LOADER,
-        "all(each.is_relative_to(root) for each in places)",
+        "all(each.is_relative_to(root) for each in paths)",
         "True",
         "tests/server/test_adapters.py -k outside",
     ),
     Fault(
         "a link in the folder leads to a file outside",
         LOADER,
-        "places = [place, *((place / name).resolve() for name in (CONFIG, FACTORS))]",
-        "places = [place]",
+        "paths = [path, *((path / name).resolve() for name in (CONFIG, FACTORS))]",
+        "paths = [path]",
         "tests/server/test_adapters.py -k outside",
     ),
     Fault(

@@ -104,7 +104,7 @@ FAULTS = (
     Fault(
         "gathered keys of the second row are read from the first one's",
         ATTENTION,
-        "else row * ROOM",
+        "else row * row_stride",
         "else row * 0",
         "tests/kernels/test_quantized_cache.py -k prefill_attention",
     ),

@@ -85,13 +85,13 @@ class AdapterLoader:
     def _load(self, name: str, directory: str) -> None:
         if self.folder is None:
             raise InvalidRequest("this server loads no adapters: start it with --adapter-folder DIR")
-        place = _within(Path(self.folder), directory)
+        path = _within(Path(self.folder), directory)
         if (there := len(self.engine.adapters)) >= self.most:
             raise InvalidRequest(
                 f"{there} adapters are loaded, and max_adapters={self.most}: unload one, or start the server with more"
             )
         try:
-            self.engine.load_adapter(name, place)
+            self.engine.load_adapter(name, path)
         except ConfigError as error:
             raise InvalidRequest(str(error)) from None
         self._changes[name] = directory
@@ -113,13 +113,13 @@ def _within(folder: Path, directory: str) -> Path:
     """Return where an adapter's directory is. Raises InvalidRequest unless its files are within the folder too."""
     try:
         root = folder.resolve()
-        place = (root / directory).resolve()
-        places = [place, *((place / name).resolve() for name in (CONFIG, FACTORS))]
-        inside, there = all(each.is_relative_to(root) for each in places), place.is_dir()
+        path = (root / directory).resolve()
+        paths = [path, *((path / name).resolve() for name in (CONFIG, FACTORS))]
+        inside, there = all(each.is_relative_to(root) for each in paths), path.is_dir()
     except (OSError, ValueError, RuntimeError):  # a name that is too long or has a zero byte; links in a circle
         inside, there = True, False
     if not inside:
         raise InvalidRequest(f"{shown(directory)} is not within the server's folder of adapters")
     if not there:
         raise InvalidRequest(f"{shown(directory)} is no directory in the server's folder of adapters")
-    return place
+    return path

@@ -70,7 +70,7 @@ class Workers:
         self._slots = count  # number of workers that run or will be retried
         self._given_up: str | None = None  # why a worker was given up
         self._starting, self._stopping = True, False
-        self._lock = threading.RLock()  # prevents launching a worker during shutdown
+        self._lock = threading.RLock()  # prevents starting a worker during shutdown
         self._state_changed = threading.Condition(self._lock)  # a worker has started or was given up
         self._none_left, self._closed = threading.Event(), threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="minillm-worker-watchdog", daemon=True)
@@ -247,13 +247,13 @@ class Workers:
                 self._replace(failures)
 
     def _begin(self, failures: int) -> None:
-        """Launch a worker and connect it to the engine. Raises OSError."""
-        worker = self._launch(failures)
+        """Start a worker and connect it to the engine. Raises OSError."""
+        worker = self._start(failures)
         self.running.append(worker)
         worker.child.control.listen(lambda message: self._heard(worker, message), lambda: self._gone(worker))
         self._link(worker)
 
-    def _launch(self, failures: int) -> Worker:
+    def _start(self, failures: int) -> Worker:
         slot = min(set(range(self.count)) - {worker.slot for worker in self.running})
         arguments, files = dict(self._arguments), []
         if self._shares is not None:

@@ -50,7 +50,7 @@ class Supervisor:
         """Start the engine, then the workers; returns when they accept requests. Raises ServerFailed, OSError."""
         threading.Thread(target=self._watch, name="minillm-watchdog", daemon=True).start()
         with self._changed:
-            self._launch()
+            self._start()
             self._changed.wait_for(lambda: self._ready or self._failed)
             if self._failed:
                 raise self._failed
@@ -83,7 +83,7 @@ class Supervisor:
             if engine is not None:
                 engine.control.send({"op": "worker"}, sock)
 
-    def _launch(self) -> None:
+    def _start(self) -> None:
         """Start the engine's process, with the lock held. Raises OSError."""
         self._why, self._began = None, time.monotonic()
         self.engine = child = Child(ENGINE, {"options": self._options, "adapters": self._adapters})
@@ -140,7 +140,7 @@ class Supervisor:
     def _retry(self) -> None:
         try:
             if not self._stopping:
-                self._launch()
+                self._start()
         except OSError as error:
             self._start_failed(str(error))
 
