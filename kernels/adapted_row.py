@@ -45,7 +45,7 @@ AGAIN:
 
 
 class LowRankTerm(NamedTuple):
-    """What adapters add to the product of one weight, and where the programs of its launch exchange h."""
+    """The part of adapters in the product of one weight, and where the programs of its launch exchange h."""
 
     slots: torch.Tensor  # [1] int64: the slot of the row's adapter; 0: none
     down: torch.Tensor  # [all, parts * rank, in]: each part's A, one after another

@@ -39,7 +39,7 @@ PART_BYTES = 1 << 28  # of the segments' results that a launch stores
 
 
 class FixedOrderConfig(NamedTuple):
-    """How a product is divided."""
+    """The tiles and programs into which a product is divided."""
 
     inputs: int  # in a tile
     splits: int  # programs that share the inputs

@@ -1,4 +1,4 @@
-"""What adapters add to a product, for a batch whose tokens may each have another one.  Lesson 15.
+"""Add the outputs of adapters to a product, for a batch whose tokens may each have another one.  Lesson 15.
 
     h[t] = down[slots[t]] x[t],   one after another for each part of the weight (queries, keys, values)
     out[t, row] += up[slots[t], row] . h[t, part of the row]
@@ -66,7 +66,7 @@ MANY = Tiles(
 
 @triton.jit(do_not_specialize=["TOKENS"])
 def rank_kernel(slots_ptr, rank_ptr, TOKENS, GROUPED: tl.constexpr):
-    """How many tokens before each one have its slot."""
+    """Write, for each token, how many of those before it have its slot."""
     mine = tl.program_id(0) * GROUPED + tl.arange(0, GROUPED)
     slots = tl.load(slots_ptr + mine, mask=mine < TOKENS, other=0)
     rank = tl.zeros([GROUPED], tl.int32)
@@ -190,7 +190,7 @@ def inner_kernel(
 
 @triton.jit
 def _rows_of_block(block, TILE: tl.constexpr, first_end, second_end, end):
-    """Which rows of a weight a block has, at most TILE of one part: (part, first, the part's end)."""
+    """Return which rows of a weight a block has, at most TILE of one part: (part, first, the part's end)."""
     first, second = tl.cdiv(first_end, TILE), tl.cdiv(second_end - first_end, TILE)
     part, begin, after = 0, block * TILE, first_end
     if block >= first + second:

@@ -372,7 +372,7 @@ def prefill_attention(
 
 
 class _Keys(NamedTuple):
-    """Where the keys and values of rows are, for `prefill_kernel`, and its launch configuration."""
+    """The place of the rows' keys and values, for `prefill_kernel`, and its launch configuration."""
 
     k: torch.Tensor | TensorDescriptor
     v: torch.Tensor | TensorDescriptor

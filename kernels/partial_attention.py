@@ -35,7 +35,7 @@ class Held(Protocol):
 
 @triton.jit
 def _held(tokens, FIRST: tl.constexpr, OF: tl.constexpr):
-    """How many of a row's first `tokens` tokens the cache has."""
+    """Return how many of a row's first `tokens` tokens the cache has."""
     return (tokens + (OF - 1 - FIRST)) // OF
 
 

@@ -60,7 +60,7 @@ def _tested(sums, x, weight, least):
 def weigh(
     row_ptr, maximum_ptr, least, top, rate, VOCAB, CHUNKS, MASS: tl.constexpr, WAYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """For each number in `least` [WAYS]: how many logits are not below it or, with MASS, the sum of their exp(z)."""
+    """Count the logits not below each number in `least` [WAYS] or, with MASS, return the sums of their exp(z)."""
     sums = tl.zeros([WAYS, CHUNK], tl.float32)
     lowest = tl.min(least, 0)
     for chunk in range(0, CHUNKS, 4):

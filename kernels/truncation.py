@@ -291,7 +291,7 @@ def count_kernel(
     CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
     THREADS: tl.constexpr, COMPILED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """In a part of a row: how many logits have each key of its window, and the sum of exp(z) of those above it."""
+    """Write how many logits of a row's part have each key of its window, and the sum of exp(z) of those above it."""
     wait_for_inputs(DEPENDENT)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(window_ptr + 2 * row)

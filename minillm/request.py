@@ -117,7 +117,7 @@ class SamplingParams:
         check_sampling(self)
 
     def choices(self, n: int) -> "list[SamplingParams]":
-        """For each of n choices of a prompt; with a seed, choice i samples with seed + i. Raises InvalidRequest."""
+        """Return parameters of each of n choices: with a seed, choice i has seed + i. Raises InvalidRequest."""
         if self.seed is None and self.n == 1:
             return [self] * n
         if self.seed is not None and self.seed + n - 1 >= 2**63:

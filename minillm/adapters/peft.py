@@ -76,7 +76,7 @@ Factors = tuple[Tensor, Tensor]  # A [rank, in] and B [out, rank], which include
 
 @dataclass(frozen=True)
 class StoredFactors:
-    """Where the factors of one module of the model are: A, and some rows of B, which `scale` multiplies."""
+    """The place of the factors of one module of the model: A, and some rows of B, which `scale` multiplies."""
 
     down: Entry
     up: Entry
@@ -141,7 +141,7 @@ def read_description(directory: Path) -> dict[str, Any]:
 
 
 def read_entries(directory: Path) -> dict[str, Entry]:
-    """Where the tensors of a directory's adapter_model.safetensors are. Raises ConfigError."""
+    """Return where each tensor is in a directory's adapter_model.safetensors, by its name. Raises ConfigError."""
     path = directory / FACTORS
     if not path.is_file():
         raise ConfigError(f"it has no {FACTORS}: save it as safetensors")

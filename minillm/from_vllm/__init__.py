@@ -2,7 +2,10 @@
 
 `from minillm.from_vllm import LLM, SamplingParams` imports subclasses of minillm's own classes. They take vLLM's names
 and values of what minillm has too, and say what to do instead where it has nothing. docs/from_vllm.md sets both APIs
-side by side. The engine and what is below it know nothing of this package.
+side by side.
+
+Names and values of vLLM's belong here, and what to do instead where minillm lacks one. What minillm can do does not: no
+feature is only here, and the engine and what is below it know nothing of this package.
 """
 
 from typing import TYPE_CHECKING

@@ -52,7 +52,7 @@ class BlockTables:
         return known - computed
 
     def moved(self, rows: np.ndarray) -> np.ndarray | None:
-        """By how many columns the blocks of these rows have moved up; None if blocks never move."""
+        """Return by how many columns the blocks of these rows have moved up; None if blocks never move."""
         return None
 
     def findable(self, row: int, full: int) -> int:

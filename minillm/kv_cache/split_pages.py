@@ -21,7 +21,7 @@ from .layer_cache import CacheSpec, LayerCache
 
 
 class BlockShare(NamedTuple):
-    """Which tokens of each block a device holds."""
+    """The tokens of each block that a device holds."""
 
     first: int  # the first token of a block that this device holds
     of: int  # devices: it holds every so many tokens from there
@@ -37,7 +37,7 @@ class BlockShare(NamedTuple):
         return torch.where((slots >= 0) & (slots % self.of == self.first), slots // self.of, -1)
 
     def held(self, tokens: Tensor) -> Tensor:
-        """How many of a row's first `tokens` tokens the device holds."""
+        """Return how many of a row's first `tokens` tokens the device holds."""
         return (tokens - self.first + self.of - 1) // self.of
 
 

@@ -1,4 +1,4 @@
-"""What divides a model between ranks, of which a function of yours can replace each part.  Lesson 14.
+"""The steps that divide a model between ranks, each of which a function of yours can replace.  Lesson 14.
 
     with minillm.using(shard=my_shard, all_reduce=my_sum) as used, LLM(device="cpu", tensor_parallel_size=2) as llm:
         llm.generate(...)

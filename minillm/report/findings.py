@@ -185,7 +185,7 @@ def sizes(record: Record) -> list[str]:
 
 
 def drift(record: Record) -> float:
-    """By which factor the first version's speed rose or fell during the report; at least 1."""
+    """Return by which factor the first version's speed rose or fell during the report; at least 1."""
     largest = 1.0
     for workload in WORKLOADS:
         early, late = (offline(record, base(record), workload, part) for part in ("offline", AGAIN))

@@ -170,7 +170,7 @@ def look_up(tokens: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tenso
 
 
 def accept(drafts: Tensor, sampled: Tensor) -> Tensor:
-    """How many of the sampled tokens [n, most + 1] each row keeps, [n]: one, and one for each right draft [n, most]."""
+    """Count the sampled tokens [n, most + 1] that each row keeps, [n]: one, and one for each right draft [n, most]."""
     return 1 + ((drafts >= 0) & (drafts == sampled[:, :-1])).long().cumprod(1).sum(1)
 
 

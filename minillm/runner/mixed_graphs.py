@@ -227,5 +227,5 @@ class MixedGraphs(Graphs[MixedShape]):
 
 
 def _up_to(last: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """For each entry [n], `counts` numbers that count up to `last`."""
+    """Return `counts` numbers that count up to `last`, for each entry [n]."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - 1 - last, counts)

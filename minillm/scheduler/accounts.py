@@ -1,4 +1,4 @@
-"""What a scheduler finds out about itself: whether its rows and blocks add up, and why nothing may run.  Lesson 10."""
+"""Check that a scheduler's rows and blocks add up, and say why nothing may run.  Lesson 10."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which adapter each slot of the device holds, as the scheduler decides it.
+"""Decide which adapter each slot of the device holds.
 
 A slot has room for one adapter. Those of running requests stay; of the others, the one that was used the longest time
 ago makes room. So a request may have to wait for a slot, as it waits for blocks.

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def turn(self: "Scheduler", rows: np.ndarray) -> np.ndarray:
-    """Of these rows, which could run, those that run in the next step: the ones that have waited the longest.
+    """Choose those of these rows, which could all run, that run in the next step: those that have waited the longest.
 
-    At most a share of all running rows, so that each stage has as many; in the order in which they are given.
+    They are at most a share of all running rows, so that each stage has as many, and stay in the order given.
     """
     most = -(-len(self.order) // self.stages)
     waited = np.argsort(self.last_step[rows], kind="stable")

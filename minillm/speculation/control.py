@@ -147,7 +147,7 @@ class Speculation:
             self._chosen[rows] = np.where(known < self._next[rows], -1, chosen)  # a row paused now is planned anew
 
     def planned(self, rows: np.ndarray) -> np.ndarray | None:
-        """How many drafts these rows [n] get, [n], which is told once; None if it was not planned for all of them."""
+        """Return how many drafts these rows [n] get, [n], but only once; None if it was not planned for all of them."""
         chosen = self._chosen[rows]
         self._chosen[rows] = -1
         return None if (chosen < 0).any() else chosen

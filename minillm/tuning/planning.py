@@ -83,7 +83,7 @@ def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Pl
 def decode_steps(
     runner: Runner, graphs: DecodeGraphs, traffic: Traffic
 ) -> tuple[dict[DecodeShape, float], dict[DecodeShape, Asked]]:
-    """For each decode step of the traffic, its seconds with default launches, and the problems its kernels look up."""
+    """Return each decode step's seconds with default launches, and the problems that its kernels look up."""
     block = runner.state.block_size
     ends = range(traffic.input_len + 1, traffic.context + 1)
     widths = sorted({graphs.width(-(-end // block)) for end in ends})

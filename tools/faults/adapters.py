@@ -263,13 +263,6 @@ FAULTS = (
         f"{SERVED} -k delays_neither",
     ),
     Fault(
-        "a server loads one adapter too many",
-        LOADER,
-        ">= self.most:",
-        "> self.most:",
-        f"{SERVED} -k no_more_adapters",
-    ),
-    Fault(
         "an adapter that was loaded is forgotten with its engine",
         LOADER,
         "        self._changes[name] = directory\n",

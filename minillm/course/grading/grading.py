@@ -356,7 +356,7 @@ def _pattern(learner: str | None) -> re.Pattern | None:
 
 
 def learner_of(path: Path, folder: Path, pattern: re.Pattern | None = None) -> str:
-    """Whose a notebook is: the subfolder's name, or the file's without the lesson's (00_start_here_anna: anna).
+    """Return whose a notebook is: the subfolder's name, or the file's without the lesson's (00_start_here_anna: anna).
 
     pattern: its group in the file's name is the learner. Copies that a browser or JupyterLab has numbered, as in
     `anna-Copy1` and `anna (1)`, are anna's too, and letters may be written in either of Unicode's forms.

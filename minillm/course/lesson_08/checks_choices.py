@@ -335,7 +335,7 @@ def _(function):
 
 
 def _example_times(function: Callable, size: float, others: int) -> str:
-    """How the example's values differ if its numbers are `size` times as large. `others` unchanged examples follow."""
+    """Say how the values of the example, `size` times as large and before `others` unchanged ones, differ."""
     example = torch.tensor([[0.34, -0.86, 1.5, 0.08]])
     weight = torch.cat([example * size, *[example] * others], 1)
     found = _faked(function, weight.requires_grad_(), 4, 4).detach()[:, :4].double()

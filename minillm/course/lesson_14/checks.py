@@ -1,4 +1,4 @@
-"""Which part of a matrix a rank holds, and when the stages of a pipeline run.  Lesson 14."""
+"""Check the parts of a matrix that ranks hold, and the times at which the stages of a pipeline run.  Lesson 14."""
 
 from collections.abc import Sequence
 

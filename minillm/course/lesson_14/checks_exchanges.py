@@ -18,7 +18,7 @@ ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-10}  # more than the order of
 
 
 def _sums(function, parts: Sequence[Tensor]) -> list[Tensor]:
-    """What each rank returns."""
+    """Return what each rank returns, if it is a sum."""
     ran = together(function, [each.clone() for each in parts])
     for rank, found in enumerate(ran.results):
         if not isinstance(found, Tensor):
@@ -188,7 +188,7 @@ FEW = 8  # numbers a row that a rank may send to each other rank
 
 
 def _largest(function, logits: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """What each rank returns."""
+    """Return what each rank returns, if it is a largest logit and a token."""
     ran = together(function, [each.clone() for each in logits.chunk(size, -1)])
     for found in ran.results:
         if not isinstance(found, tuple | list) or len(found) != 2:

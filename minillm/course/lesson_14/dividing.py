@@ -58,7 +58,7 @@ def reduces(config: ModelConfig) -> int:
 
 
 def gain(one_ms: float, count: int, reduce_us: float, ranks: int) -> float:
-    """How many times as fast a step is on so many ranks, at best: if all its time is divided evenly.
+    """Return how many times as fast a step is on so many ranks, at best: if all its time is divided evenly.
 
     one_ms: its time on one GPU. count, reduce_us: of sums over ranks, one after the other.
     """
@@ -71,7 +71,7 @@ def break_even_us(one_ms: float, count: int, ranks: int) -> float:
 
 
 def timeline(stage_ms: Sequence[float], batches: int, steps: int) -> list[list[list[float]]]:
-    """When each stage of a pipeline begins each batch of each step: begin[step][batch][stage].  Lesson 14."""
+    """Return when each stage of a pipeline begins each batch of each step: begin[step][batch][stage].  Lesson 14."""
     free = [0.0] * len(stage_ms)  # when a stage has done all before
     known = [0.0] * batches  # when a batch's last tokens are known
     begin: list[list[list[float]]] = []

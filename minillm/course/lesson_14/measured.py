@@ -1,4 +1,4 @@
-"""What was measured on two H200s of one machine: sums, a model that they share, replicas, and caches.  Lesson 14."""
+"""Show records of two H200s of one machine: sums, a model that they share, replicas, and caches.  Lesson 14."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """How many tokens an engine's cache holds, and its output tokens/s."""
+    """The tokens that an engine's cache holds, and its output tokens/s."""
 
     way: str
     tokens: int
@@ -83,7 +83,7 @@ def caches() -> list[Cache]:
 
 
 def costs_table() -> str:
-    """What the second GPU saves of a decode step of Gemma 2B, what the sums take, and how fast it is at best."""
+    """Show what the second GPU saves of a decode step of Gemma 2B, what the sums take, and how fast it is at best."""
     steps, config = dividing.step_ms(), PRESETS["gemma-2b"]
     count, each = dividing.reduces(config), sums(config.hidden_size)
     lines = [

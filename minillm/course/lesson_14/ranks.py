@@ -94,7 +94,7 @@ class ThreadRank:
 
 
 class Together(NamedTuple):
-    """What ranks have returned, in their order, and the ranks."""
+    """The results of ranks, in their order, and the ranks."""
 
     results: list[Any]
     ranks: list[ThreadRank]

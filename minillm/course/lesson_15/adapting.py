@@ -106,7 +106,7 @@ def merge(llm: LLM, directory: Path) -> None:
 
 
 def product(directory: Path, module: str, llm: LLM) -> Tensor:
-    """What an adapter adds to the matrix of one module, in float32."""
+    """Return what an adapter adds to the matrix of one module, in float32."""
     down, up = read_adapter(directory, llm.model_config).parts[module].read()
     return up @ down
 
@@ -176,7 +176,7 @@ def low_rank(change: Tensor, rank: int) -> Factors:
 
 
 def numbers_read(out: int, inputs: int, rank: int, tokens: Mapping[str | None, int]) -> tuple[int, int, int]:
-    """How many numbers of matrices and factors a product reads: merged, by token, grouped."""
+    """Return how many numbers of matrices and factors a product reads: merged, by token, grouped."""
     present = {name: count for name, count in tokens.items() if count}
     adapted = {name: count for name, count in present.items() if name is not None}
     matrix, factors = out * inputs if present else 0, rank * (out + inputs)
@@ -208,7 +208,7 @@ class LoadNumbers:
         del self.numbers[name]
 
     def cache_key(self, salt: str, name: str | None) -> tuple:
-        """What requests must have in common, besides tokens, to share keys and values. Raises KeyError."""
+        """Return what requests must have in common, besides tokens, to share keys and values. Raises KeyError."""
         return salt, 0 if name is None else self.numbers[name]
 
 

@@ -23,7 +23,7 @@ def _drawn(out: int, inputs: int, dtype: torch.dtype = torch.float64, seed: int 
 
 
 def _factors(function: Callable, change: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """What a call returns, if these are two matrices that can be multiplied as up @ down."""
+    """Return the results of a call, if these are two matrices that can be multiplied as up @ down."""
     call = f"low_rank of a change {list(change.shape)} at rank {rank}"
     got = function(change.clone(), rank)
     if not isinstance(got, tuple | list) or len(got) != 2:
@@ -136,7 +136,7 @@ SHARED: tuple[Tokens, ...] = ({"a": 5}, {"a": 5, "b": 2}, {"a": 1, "b": 1, "c": 
 
 
 def _three(function: Callable, out: int, inputs: int, rank: int, tokens: Tokens) -> tuple[int, int, int]:
-    """What a call returns, if these are three whole numbers."""
+    """Return the results of a call, if these are three whole numbers."""
     call = f"numbers_read({out}, {inputs}, {rank}, {dict(tokens)})"
     got = function(out, inputs, rank, dict(tokens))
     if not isinstance(got, tuple | list) or len(got) != 3:

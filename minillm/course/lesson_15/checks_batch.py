@@ -1,4 +1,4 @@
-"""What the adapters of a batch add to a product, group by group.  Lesson 15."""
+"""Check the sums that the adapters of a batch add to a product, group by group.  Lesson 15."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

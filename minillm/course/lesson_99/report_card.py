@@ -164,7 +164,7 @@ def _print(rows: Mapping[str, Sequence[str]]) -> None:
 
 
 def cheapest(cost: Mapping[str, Mapping[int, float]], choices: Mapping[int, Any]) -> str:
-    """For each number of requests at once: the cheapest precision, and what the learner chose, if it is one of them."""
+    """Name the cheapest precision for each number of requests at once, and what the learner chose, if it is one."""
     names = [f'"{name}"' for name in cost]
     lines = []
     for count, chosen in choices.items():

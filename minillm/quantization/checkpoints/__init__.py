@@ -1,4 +1,8 @@
-"""The layouts of quantized checkpoints: one file for each.  Lesson 06."""
+"""The layouts of quantized checkpoints: one file for each.  Lesson 06.
+
+What a layout's fields and tensors mean belongs here. Reading a model's weights from files (`model`) and choosing codes
+(`calibration`) does not.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
