@@ -15,21 +15,20 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True, 
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
-        yield client
+def client(here):
+    return openai.OpenAI(base_url="http://localhost/v1", api_key="none", max_retries=0, http_client=here.client)
 
 
 @pytest.fixture(scope="module")
-def complete(client, server):
+def complete(client, here):
     def ask(prompt, **more):
-        return client.completions.create(model=server.model, prompt=prompt, **(GREEDY | more))
+        return client.completions.create(model=here.model, prompt=prompt, **(GREEDY | more))
 
     return ask
 
 
-def test_the_served_model_is_listed_under_its_directory_name(client, server):
-    assert [model.id for model in client.models.list()] == ["small-random"] == [server.model]
+def test_the_served_model_is_listed_under_its_directory_name(client, here):
+    assert [model.id for model in client.models.list()] == ["small-random"] == [here.model]
     assert client.models.retrieve("small-random").owned_by == "minillm"
 
 

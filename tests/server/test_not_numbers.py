@@ -2,14 +2,15 @@
 
 import json
 
-import httpx
 import pytest
 
 from minillm.engine.async_llm import AsyncLLM
 from minillm.request import NOT_NUMBERS
-from minillm.server import running
 from tests.damaged import BAD, damaged_tiny_gemma
+from tests.server.conftest import served_here
 from tests.waiting import TIMEOUT
+
+pytestmark = pytest.mark.timeout(TIMEOUT)  # a client of this process has none of its own
 
 GOOD, DAMAGED = [5, 6, 7], [5, BAD]
 ASK = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -19,13 +20,13 @@ ASK = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids"
 def server(tmp_path_factory):
     place = damaged_tiny_gemma(tmp_path_factory.mktemp("damaged"))
     engine = AsyncLLM(place, device="cpu", num_blocks=64, max_num_seqs=8)
-    with running(engine) as server:
+    with served_here(engine) as server:
         yield server
     engine.close()
 
 
 def post(server, path="/v1/completions", **body):
-    return httpx.post(server.url + path, json=body, timeout=TIMEOUT)
+    return server.client.post(path, json=body)
 
 
 def events(answer):
@@ -94,7 +95,7 @@ def test_triton_clients_get_an_error_for_the_whole_request(server):
 
 def test_failed_requests_are_counted(server):
     def counted():
-        text = httpx.get(server.url + "/metrics", timeout=TIMEOUT).text
+        text = server.client.get("/metrics").text
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
         label = f'model_name="{server.model}"'
         return [
