@@ -56,13 +56,13 @@ class LowRankTerm(NamedTuple):
 
 
 def words(columns: int, size: int) -> int:
-    """The words in which the helpers tell `size` entries of h, for a weight with so many columns."""
+    """Return the words in which the helpers tell `size` entries of h, for a weight with so many columns."""
     return size * (1 if columns <= WHOLE else triton.cdiv(columns, PIECE))
 
 
 @triton.jit
 def _told(inner_ptr, index, mask, step, COMPILED: tl.constexpr):
-    """The numbers in the words at `index`, once all carry the number of the step; zero where `mask` is not."""
+    """Return the numbers in the words at `index`, once all carry the number of the step; zero where `mask` is not."""
     at = inner_ptr + tl.where(mask, index, 0)
     if COMPILED:
         steps = tl.zeros(index.shape, tl.int32) + step
@@ -78,7 +78,9 @@ def _told(inner_ptr, index, mask, step, COMPILED: tl.constexpr):
 def _told_of_two(
     inner_ptr, step, RANK: tl.constexpr, RANK_TILE: tl.constexpr, THREADS: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """The numbers [RANK_TILE] of the first part and of the second. Each thread waits for one word, not for several."""
+    """Return the numbers [RANK_TILE] of the first part and of the second. Each thread waits for one word, not for
+    several.
+    """
     LANES: tl.constexpr = max(THREADS // (2 * RANK_TILE), 1)
     entries, lanes = tl.arange(0, 2 * RANK_TILE), tl.arange(0, LANES)
     part, rank = entries // RANK_TILE, entries % RANK_TILE
@@ -90,7 +92,7 @@ def _told_of_two(
 
 @triton.jit
 def _factor(b_ptr, rows, some, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
-    """Rows of B [rows, RANK_TILE], zero where `some` is not."""
+    """Return rows of B [rows, RANK_TILE], zero where `some` is not."""
     ranks = tl.arange(0, RANK_TILE)
     at = b_ptr + rows[:, None] * RANK + ranks[None, :]
     return tl.load(at, mask=some[:, None] & (ranks < RANK)[None, :], other=0.0)
@@ -240,7 +242,9 @@ def adapted_long_rows_kernel(
 
 
 def _registers(dtype: torch.dtype, warps: int, together: int) -> int | None:
-    """The most registers of a thread with which so many programs run on one processor at a time; None: any number."""
+    """Return the most registers of a thread with which so many programs run on one processor at a time; None: any
+    number.
+    """
     if dtype.itemsize > 2:  # tiles take so many that they would be in memory instead
         return None
     return min(max(REGISTERS // (32 * warps * together) // 8 * 8, 64), 248)

@@ -139,7 +139,7 @@ def of_words(words, kind: tl.constexpr, codes: tl.constexpr):
 
 
 def product_type(dtype: torch.dtype, codes: bool = False) -> tl.dtype:
-    """The type of the operands of attention's products, of which one may be codes; sums are always float32.
+    """Return the type of the operands of attention's products, of which one may be codes; sums are always float32.
 
     Triton's interpreter computes bfloat16 products wrongly, so there operands are converted to float32 first.
     """

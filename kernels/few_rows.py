@@ -36,7 +36,7 @@ MOST_TILES = 1 << 16
 
 @triton.jit
 def half_bytes(packed, COMPILED: tl.constexpr):
-    """The low and high halves of bytes, from 0 to 15, minus 8: two bf16 tensors like `packed`, uint8."""
+    """Return the low and high halves of bytes, from 0 to 15, minus 8: two bf16 tensors like `packed`, uint8."""
     if COMPILED:
         low, high = tl.inline_asm_elementwise(
             """

@@ -40,7 +40,7 @@ def register(kernel: str, kind: type[tuple]) -> None:
 
 
 def registered() -> dict[str, type[tuple]]:
-    """Every registered kernel -> the type of its launch configuration. Imports all kernels."""
+    """Return, for every registered kernel, the type of its launch configuration. Imports all kernels."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f"{__package__}.{module.name}")
     return dict(_kinds)
@@ -60,12 +60,12 @@ _thread = _Thread()
 
 
 def problem(kernel: str, **sizes: int | str) -> Problem:
-    """The key of a configuration: `problem("prefill_attention", dim=256, dtype="bfloat16")`."""
+    """Return the key of a configuration: `problem("prefill_attention", dim=256, dtype="bfloat16")`."""
     return Problem(kernel, tuple(sorted(sizes.items())))
 
 
 def tuned(kernel: str, default: Config, **sizes: int | str) -> Config:
-    """The measured launch configuration of this problem, if there is one, else `default`.  Lesson 11."""
+    """Return the measured launch configuration of this problem, if there is one, else `default`.  Lesson 11."""
     if not _thread.table and _thread.asked is None:
         return default
     key = problem(kernel, **sizes)

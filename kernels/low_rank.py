@@ -117,14 +117,14 @@ def token_tiles(slots: torch.Tensor, count: int) -> torch.Tensor:
 
 @triton.jit
 def _load_tile(tiles_ptr, tile, exists, TOKENS: tl.constexpr):
-    """A tile's slot and tokens; 0 and -1 if it does not exist."""
+    """Return a tile's slot and tokens; 0 and -1 if it does not exist."""
     at = tiles_ptr + (1 + tile) * (1 + TOKENS)
     return tl.load(at, mask=exists, other=0), tl.load(at + 1 + tl.arange(0, TOKENS), mask=exists, other=-1)
 
 
 @triton.jit
 def _load_block(ptr, rows, real, columns, stride, COLUMNS: tl.constexpr):
-    """Some columns [groups, columns] of some rows: [groups, rows, columns], 0 where a row is not real."""
+    """Return some columns [groups, columns] of some rows: [groups, rows, columns], 0 where a row is not real."""
     at = ptr + rows.to(tl.int64)[None, :, None] * stride + columns[:, None, :]
     return tl.load(at, mask=real[None, :, None] & (columns < COLUMNS)[:, None, :], other=0)
 
@@ -147,7 +147,9 @@ def _product(down, x, IN_HALF: tl.constexpr, GROUPS: tl.constexpr, ENTRIES: tl.c
 def _block_of_down(
     block, SHARES: tl.constexpr, ENTRIES: tl.constexpr, GROUPS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
 ):
-    """Some entries of h, and the first columns of a share: blocks are all shares of the first entries, then others."""
+    """Return some entries of h, and the first columns of a share: blocks are all shares of the first entries, then
+    others.
+    """
     columns = tl.arange(0, GROUPS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     return block // SHARES * ENTRIES + tl.arange(0, ENTRIES), block % SHARES * (PIECES * GROUPS * PIECE) + columns
 
@@ -205,7 +207,7 @@ def _load_up(
     up_ptr, slot, slot_stride, begin, after,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of B: [TILE, RANK_TILE] for tl.dot, else [TILE, 1, RANK_TILE]."""
+    """Return rows of B: [TILE, RANK_TILE] for tl.dot, else [TILE, 1, RANK_TILE]."""
     rows, ranks = begin + tl.arange(0, TILE), tl.arange(0, RANK_TILE)
     at = up_ptr + slot.to(tl.int64) * slot_stride + rows[:, None] * RANK + ranks[None, :]
     mask = (slot > 0) & (rows < after)[:, None] & (ranks < RANK)[None, :]
@@ -219,7 +221,7 @@ def _load_inner(
     inner_ptr, members, part, tokens,
     SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """A part's h of some tokens, transposed: [RANK_TILE, tokens]."""
+    """Return a part's h of some tokens, transposed: [RANK_TILE, tokens]."""
     ranks, shares = tl.arange(0, RANK_TILE)[None, :, None], tl.arange(0, SHARE_TILE)[:, None, None]
     at = inner_ptr + (shares * tokens + members[None, None, :]) * SIZE + part * RANK + ranks
     wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, None, :]
@@ -228,7 +230,7 @@ def _load_inner(
 
 @triton.jit
 def _added(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """Rows of B times h: [rows, tokens]. IN_HALF: B is bfloat16.
+    """Return rows of B times h: [rows, tokens]. IN_HALF: B is bfloat16.
 
     Without tl.dot, a thread multiplies what it has loaded: its pieces of rows stay where they are.
     """

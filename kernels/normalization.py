@@ -145,6 +145,6 @@ def _add_norm(
 
 
 def _config(dim: int) -> tuple[int, int]:
-    """The row padded to a power of two, and enough warps for about 16 elements per thread."""
+    """Return the row padded to a power of two, and enough warps for about 16 elements per thread."""
     tile = triton.next_power_of_2(dim)
     return tile, min(max(tile // 512, 1), 16)

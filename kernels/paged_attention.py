@@ -82,7 +82,9 @@ def _tanh(x, FAST: tl.constexpr):
 
 @triton.jit
 def _described(at, row, start, column, length, KEYS: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr):
-    """A tile of a row's keys or values from a descriptor. PACKED: from `_ragged`, with zeros from `length` on."""
+    """Return a tile of a row's keys or values from a descriptor. PACKED: from `_ragged`, with zeros from `length`
+    on.
+    """
     if PACKED:
         tile = at.load([RAGGED, row + length, RAGGED - length + start, column])
         tile = tl.reshape(tile, [KEYS, DIM])
@@ -387,7 +389,7 @@ class _Keys(NamedTuple):
 def _cached_keys(
     q: torch.Tensor, cache: CacheArguments, rows: RowArguments, count: int, options: AttentionArguments
 ) -> _Keys:
-    """Those of the first `count` rows, in the cache or gathered from there."""
+    """Return those of the first `count` rows, in the cache or gathered from there."""
     tokens, heads, dim = q.shape
     block_size, kv_heads = _checked_cache(cache, dim)
     group, quantized, table = heads // kv_heads, cache.k_scale is not None, rows.block_table[:count]
@@ -403,7 +405,7 @@ def _cached_keys(
 
 
 def _new_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowArguments, count: int) -> _Keys:
-    """Those of the last `count` rows, which have no others than k and v [tokens, kv_heads, d]."""
+    """Return those of the last `count` rows, which have no others than k and v [tokens, kv_heads, d]."""
     kv_heads, dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     config = _contiguous_config(q, group, triton.cdiv(rows.max_queries * group, 128) * count * kv_heads)
@@ -412,7 +414,7 @@ def _new_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowArgume
 
 
 def _ragged(matrix: torch.Tensor, tile: list[int]) -> TensorDescriptor:
-    """A descriptor of a matrix [tokens, columns] whose tiles end with any token: after it they have zeros.
+    """Return a descriptor of a matrix [tokens, columns] whose tiles end with any token: after it they have zeros.
 
     Else a row's last tile would have values of the next row, and zero times these might not be a number. A tile is
     loaded as if the row's last token were the last of RAGGED ones, so the hardware puts zeros after it. Two more
@@ -488,7 +490,7 @@ launch_configs.register("gathered_attention", AttentionConfig)
 def decode_config(
     dim: int, itemsize: int, cache_itemsize: int, packed: int, longest: int, rows: int, splits: int, device: Device
 ) -> AttentionConfig:
-    """The fastest of those measured on an H200 at head_dim 256 and 128.
+    """Return the fastest of those measured on an H200 at head_dim 256 and 128.
 
     itemsize: of queries. packed: (query, head) pairs of each of the `rows`. A program has `longest / splits` keys.
     Short shares are one tile, so none is loaded early. Tiles of codes have two warps, or four and twice the keys if
@@ -583,7 +585,7 @@ def _has_fast_tanh(q: torch.Tensor) -> bool:
 
 
 def _dtypes(q: torch.Tensor, cache: CacheArguments | None = None) -> dict[str, str]:
-    """The dtypes in a configuration's key: of queries, and of a quantized cache."""
+    """Return the dtypes in a configuration's key: of queries, and of a quantized cache."""
     held = {} if cache is None or cache.k_scale is None else {"cache": launch_configs.dtype_name(cache.k.dtype)}
     return {"dtype": launch_configs.dtype_name(q.dtype), **held}
 

@@ -56,7 +56,9 @@ def send_to_others(peers_ptr, offset, numbers, mask, epoch, own, RANKS: tl.const
 
 @triton.jit
 def received(inbox_ptr, columns, mask, epoch, stride, RANKS: tl.constexpr):
-    """The sum of all ranks' float32 numbers for these columns, once all are there. inbox_ptr: int64 [RANKS, stride]."""
+    """Return the sum of all ranks' float32 numbers for these columns, once all are there. inbox_ptr: int64 [RANKS,
+    stride].
+    """
     total = tl.zeros(columns.shape, tl.float32)
     for rank in tl.static_range(RANKS):
         total += arrived(inbox_ptr + rank * stride + columns, mask, epoch).to(tl.float32, bitcast=True)
@@ -84,7 +86,7 @@ def added(inbox_ptr, columns, mask, epoch, stride, own, bits, KIND: tl.constexpr
 
 @triton.jit
 def arrived(at, mask, epoch):
-    """The int32 numbers in the words at these addresses, once all words have this epoch."""
+    """Return the int32 numbers in the words at these addresses, once all words have this epoch."""
     words = tl.load(at, mask=mask, other=0, volatile=True)
     while tl.sum((((words >> 32).to(tl.int32) != epoch) & mask).to(tl.int32)) > 0:
         words = tl.load(at, mask=mask, other=0, volatile=True)
@@ -140,7 +142,7 @@ def sum_kernel(
 def summed(
     inbox: torch.Tensor, outbox: Outbox, columns: int, dtype: torch.dtype, *, first: bool = False
 ) -> torch.Tensor:
-    """The sum of all ranks' parts, in the order of ranks: [1, columns] of `dtype`.
+    """Return the sum of all ranks' parts, in the order of ranks: [1, columns] of `dtype`.
 
     inbox [ranks, width] int64: where this rank gets the parts; outbox: where it has sent its own. first: the kernel
     launched just before is `send_embedding`.

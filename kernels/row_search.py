@@ -19,7 +19,7 @@ def to_key(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def from_key(key, SHIFT: tl.constexpr):
-    """The float32 number that a key stands for."""
+    """Return the float32 number that a key stands for."""
     order = key.to(tl.int32) << SHIFT
     negative = (order | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF
     return tl.where(order >= 0, order, negative).to(tl.float32, bitcast=True)
@@ -27,7 +27,7 @@ def from_key(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def key_from(x, SHIFT: tl.constexpr):
-    """The smallest key whose value is not below x."""
+    """Return the smallest key whose value is not below x."""
     key = to_key(x, SHIFT)
     return tl.where(from_key(key, SHIFT) < x, key + 1, key)
 
@@ -40,7 +40,7 @@ def load_chunk(row_ptr, chunk, VOCAB, CHUNK: tl.constexpr):
 
 @triton.jit
 def highest_of_four(maximum_ptr, chunk, CHUNKS):
-    """The largest logit of four chunks."""
+    """Return the largest logit of four chunks."""
     four = chunk + tl.arange(0, 4)
     return tl.max(tl.load(maximum_ptr + four, mask=four < CHUNKS, other=float("-inf")), 0)
 
@@ -99,7 +99,9 @@ def _around(value, unit, low, high, SHIFT: tl.constexpr, WAYS: tl.constexpr):
 
 @triton.jit
 def narrowed(keys, sums, goal, low, high, over):
-    """The interval and the weight above it, after a pass has summed what the logits from each of `keys` on weigh."""
+    """Return the interval and the weight above it, after a pass has summed what the logits from each of `keys` on
+    weigh.
+    """
     enough = tl.max(tl.where((sums >= goal) & (keys < high), keys, low), 0)
     beyond = tl.min(tl.where(keys > enough, keys, high), 0)
     over = tl.where(beyond < high, tl.max(tl.where(keys == beyond, sums, 0.0), 0), over)
@@ -142,7 +144,8 @@ def search(
     row_ptr, maximum_ptr, low, high, over, near, unit, bottom, top, rate, goal, VOCAB, CHUNKS, MASS: tl.constexpr,
     SHIFT: tl.constexpr, WAYS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key, from `low` on and below `high`, that logits reach whose weights sum to `goal`; the sum above it.
+    """Return the largest key, from `low` on and below `high`, that logits reach whose weights sum to `goal`; the sum
+    above it.
 
     It is `low` if rounding keeps all of them from reaching the goal. over: the sum from `high` on. near: the limit may
     be about there, within `unit` or so; minus infinity: that is unknown. bottom: a finite number that it is hardly

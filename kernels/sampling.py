@@ -70,7 +70,7 @@ def chunk_mass_kernel(
 def _choose(
     row_ptr, maxima, mass, temperature, uniform, VOCAB, CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The token at which the sum of exp(z) exceeds a share of the sum of all."""
+    """Return the token at which the sum of exp(z) exceeds a share of the sum of all."""
     chunks, maximum = tl.arange(0, CHUNKS_TILE), tl.max(maxima, 0)
     rate = truncation.rate(temperature)
     mass = mass * tl.exp2((maxima - maximum) * rate)

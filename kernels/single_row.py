@@ -161,7 +161,7 @@ def _tile(k_ptr, v_ptr, table_ptr, start, end, block_stride, slot_stride, dims, 
 
 @triton.jit
 def _scales(k_ptr, v_ptr, table_ptr, start, end, kv_heads, KEYS: tl.constexpr, SIZE: tl.constexpr):
-    """The scales of these keys and values [KEYS]."""
+    """Return the scales of these keys and values [KEYS]."""
     keys = start + tl.arange(0, KEYS)
     present = keys < end
     block = tl.load(table_ptr + keys // SIZE, mask=present, other=0).to(tl.int64)
@@ -378,7 +378,7 @@ launch_configs.register("long_rows", LongRowsConfig)
 
 
 def whole_config(rows: int, columns: int, gated: bool, processors: int) -> RowsConfig:
-    """The fastest of those measured in decode steps of Gemma 2B, Gemma 2 2B and Qwen3 0.6B, on an H100 or H200.
+    """Return the fastest of those measured in decode steps of Gemma 2B, Gemma 2 2B and Qwen3 0.6B, on an H100 or H200.
 
     Many small tiles keep many loads in flight. Rows that do not fill their power of two leave threads idle, so tiles of
     these have two rows. Programs that leave registers free let the next kernel start and load early.

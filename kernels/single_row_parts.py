@@ -55,7 +55,7 @@ class RowsConfig(NamedTuple):
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """The number of multiprocessors; 2 without a GPU, where programs are interpreted one by one."""
+    """Return the number of multiprocessors; 2 without a GPU, where programs are interpreted one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

@@ -56,7 +56,7 @@ def _draw(
     row_ptr, maximum_ptr, begin, end, running, seen, limit, equals, top, rate, goal, VOCAB, CHUNKS,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The first token whose running sum of exp(z) is above the goal, in the order of ids.
+    """Return the first token whose running sum of exp(z) is above the goal, in the order of ids.
 
     It is in the chunks from `begin` to `end`, some of which are kept. Those before sum to `running`, and `seen` of
     their logits are equal to the limit.
@@ -114,7 +114,8 @@ def _draw(
 
 @triton.jit
 def _bisect(keys, weights, goal, low, high):
-    """The largest key from `low` on, below `high`, that keys reach whose weights sum to `goal`; and the sum above it.
+    """Return the largest key from `low` on, below `high`, that keys reach whose weights sum to `goal`; and the sum
+    above it.
 
     It is `low` if all of them do not sum to the goal. No key is above `high`.
     """
@@ -134,7 +135,7 @@ def _choose_of_few(
     row_ptr, span_maximum_ptr, spans_ptr, top, rate, least, total, uniform, min_p, top_k, top_p, VOCAB, SPANS,
     SPANS_TILE: tl.constexpr, SPAN: tl.constexpr, FEW: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The token, if what the row keeps is certain to be in FEW spans; else -1.
+    """Return the token, if what the row keeps is certain to be in FEW spans; else -1.
 
     least: what min-p keeps is not below it; minus infinity: all. total: the sum of exp(z) of all, not only of those.
     spans_ptr: where to write the numbers of these spans.
@@ -199,13 +200,13 @@ def _choose_of_few(
 
 @triton.jit
 def rate(temperature):
-    """A factor: exp(x / temperature) = exp2(x * rate). A product takes less time than a division."""
+    """Return a factor: exp(x / temperature) = exp2(x * rate). A product takes less time than a division."""
     return tl.minimum(1.4426950408889634 / temperature, 3e38)
 
 
 @triton.jit
 def scale(maxima, temperature):
-    """The largest logit of a row, and a factor: exp(z) = exp2((logit - top) * rate)."""
+    """Return the largest logit of a row, and a factor: exp(z) = exp2((logit - top) * rate)."""
     top = tl.max(maxima, 0) + 0.0  # -0 is 0, as in `load_chunk`: a search up to the key of -0 would miss that of 0
     return top, rate(temperature)
 
@@ -221,7 +222,8 @@ def choose_truncated(
     row_ptr, span_maximum_ptr, spans_ptr, maxima, mass, temperature, uniform, min_p, top_k, top_p, VOCAB,
     CHUNKS, CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, FEW: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that truncates something, whose largest logit is finite and whose temperature is above 0.
+    """Return the token of a row that truncates something, whose largest logit is finite and whose temperature is above
+    0.
 
     It is -1 if too many tokens are kept. Then the second number is the first key to count, or SEARCH; else DONE. The
     third is how many keys to count.
@@ -327,7 +329,9 @@ def choose_of_many(
     VOCAB, CHUNKS, CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that `choose_truncated` leaves, with the sums and counts of its parts from `first` on."""
+    """Return the token of a row that `choose_truncated` leaves, with the sums and counts of its parts from `first`
+    on.
+    """
     top, rate = scale(maxima, temperature)
     total = tl.sum(mass * tl.exp2((maxima - top) * rate), 0)
     begin, end, running, seen = 0, CHUNKS, tl.full((), 0.0, tl.float32), tl.full((), 0, tl.int32)
@@ -396,7 +400,7 @@ def _limit(
     row_ptr, maximum_ptr, maxima, top, rate, total, temperature, min_p, top_k, top_p, VOCAB, CHUNKS,
     CHUNKS_TILE: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The least logit that is kept, how many logits equal to it are, and the sum of exp(z) of what is kept.
+    """Return the least logit that is kept, how many logits equal to it are, and the sum of exp(z) of what is kept.
 
     All by searching the row. total: the sum of exp(z) of all.
     """

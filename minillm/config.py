@@ -26,7 +26,7 @@ MOST_AHEAD = 31  # steps; captured ones leave their tokens in a ring of this siz
 
 
 def option(default: Any, help: str, **check: Any) -> Any:
-    """A field with its help text, for `help(EngineConfig)` and the command line, and its allowed values.
+    """Return a field with its help text, for `help(EngineConfig)` and the command line, and its allowed values.
 
     check: choices=, the strings allowed; least= and most=, of a whole number; or above= or from_=, of a number of
     seconds; switch= where None is allowed besides True and False. Other switches need none.
@@ -366,7 +366,7 @@ class EngineConfig(Options):
 
     @classmethod
     def of(cls, **options: Unpack[EngineOptions]) -> "EngineConfig":
-        """The options, checked. Raises ConfigError, also for a name that is no option."""
+        """Return the options, checked. Raises ConfigError, also for a name that is no option."""
         known = [each.name for each in fields(cls)]
         if unknown := sorted(options.keys() - known):
             raise ConfigError(
@@ -377,7 +377,7 @@ class EngineConfig(Options):
         return cls(**values)
 
     def on(self, device: str) -> "DeviceConfig":
-        """The same options, with the defaults that depend on the device filled in."""
+        """Return the same options, with the defaults that depend on the device filled in."""
         rows, tokens = (1024, 16384) if device.startswith("cuda") else (256, 2048)
         options = {each.name: getattr(self, each.name) for each in fields(self)} | {
             "device": device,
@@ -397,7 +397,9 @@ class DeviceConfig(EngineConfig):
     speculate_ahead: bool
 
     def for_streams(self) -> "DeviceConfig":
-        """The same for an engine whose clients wait for every token: if no limit for prompts was given, with one."""
+        """Return the same for an engine whose clients wait for every token: if no limit for prompts was given, with
+        one.
+        """
         if self.max_prefill_tokens is not None:
             return self
         limited = self.device.startswith("cuda") and self.policy not in UNLIMITED
@@ -421,12 +423,12 @@ class Traffic:
 
     @property
     def context(self) -> int:
-        """Tokens of a request at its end."""
+        """Return tokens of a request at its end."""
         return self.input_len + self.output_len
 
 
 def _named_directories(given: object) -> Iterator[tuple[str, str]]:
-    """Names and directories from a mapping, or from texts NAME=DIR or pairs. Raises ConfigError."""
+    """Yield names and directories from a mapping, or from texts NAME=DIR or pairs. Raises ConfigError."""
     several = tuple(given.items()) if isinstance(given, Mapping) else as_tuple(given)
     if several is None:
         raise ConfigError(f"adapters must be names and directories, as {{'pirate': 'DIR'}}, not {shown(given)}")
@@ -448,7 +450,7 @@ def _nearest(names: Sequence[str], known: Sequence[str]) -> str:
 
 
 def with_field_help(docstring: str | None, config: type[Options]) -> str:
-    """The docstring, and below it a line of help for each option."""
+    """Return the docstring, and below it a line of help for each option."""
     lines = [docstring or "", ""]
     for each in fields(config):  # type: ignore[arg-type]  # those derived from it are dataclasses
         lines += wrap(f"{each.name:<{NAMES_WIDTH}}{each.metadata['help']}", 112, subsequent_indent=" " * NAMES_WIDTH)

@@ -18,7 +18,7 @@ GUEST = 8  # from this column on, time is counted in an earlier column, too
 
 
 def allowed() -> set[int]:
-    """The cores that this process may run on: in a container, often fewer than the machine has."""
+    """Return the cores that this process may run on: in a container, often fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -30,7 +30,7 @@ def available() -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """The cores that each control group of this process pays for: its own and those around it (cgroups(7)).
+    """Yield the cores that each control group of this process pays for: its own and those around it (cgroups(7)).
 
     The paths are the host's, or the container's own: where a folder does not exist, one above it is the container's.
     """
@@ -49,7 +49,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _quota(group: Path, first_version: bool) -> float | None:
-    """The cores that a control group pays for; None if it has no limit."""
+    """Return the cores that a control group pays for; None if it has no limit."""
     try:
         if first_version:
             quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
@@ -62,7 +62,7 @@ def _quota(group: Path, first_version: bool) -> float | None:
 
 
 def busy_seconds() -> float | None:
-    """Seconds in which any program ran, summed over the cores of `allowed`; None if the system does not say.
+    """Return seconds in which any program ran, summed over the cores of `allowed`; None if the system does not say.
 
     The time in which another virtual machine had a core counts, too.
     """
@@ -93,7 +93,7 @@ class OtherPrograms:
 
     @property
     def age(self) -> float:
-        """Seconds since the last call of `measure`."""
+        """Return seconds since the last call of `measure`."""
         return self._clock() - self._before[0]
 
     def measure(self) -> float | None:

@@ -15,7 +15,9 @@ DATA = (PACKAGE if LINKED else PACKAGE.parent) / "data"
 
 
 def how_to_install(*names: str) -> str:
-    """The command that installs packages. A checkout has its own, and there pip would take minillm from its index."""
+    """Return the command that installs packages. A checkout has its own, and there pip would take minillm from its
+    index.
+    """
     if (PACKAGE.parent / "Makefile").is_file():
         return "make setup"
     return "pip install " + " ".join(f"'{name}'" for name in names)

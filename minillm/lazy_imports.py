@@ -6,7 +6,7 @@ from typing import Any
 
 
 def exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose public names live in its modules.
+    """Return the `__getattr__` and `__dir__` of a package whose public names live in its modules.
 
     homes: name -> the module it lives in, relative to the package. The package states the same names under
     `TYPE_CHECKING`, where type checkers and editors look for them.

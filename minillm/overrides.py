@@ -123,7 +123,7 @@ _blocks: list[Block] = []
 
 
 def blocks() -> tuple[Block, ...]:
-    """The blocks of `using` that have not ended, from the outermost to the innermost."""
+    """Return the blocks of `using` that have not ended, from the outermost to the innermost."""
     with _lock:
         return tuple(_blocks)
 

@@ -165,12 +165,12 @@ class Completion:
 
     @property
     def outputs(self) -> list["Completion"]:
-        """The n choices of its prompt, of which it is the first."""
+        """Return the n choices of its prompt, of which it is the first."""
         return [self, *self.others]
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of its tokens' log-probabilities, in nats; None if they were not asked for."""
+        """Return the sum of its tokens' log-probabilities, in nats; None if they were not asked for."""
         if self.logprobs is None:
             return None
         return sum(each[token] for token, each in zip(self.token_ids, self.logprobs, strict=True))
@@ -237,5 +237,5 @@ class Request:
 
     @property
     def output(self) -> np.ndarray:
-        """Its output, [tokens] int32, while it is in no row."""
+        """Return its output, [tokens] int32, while it is in no row."""
         return self.known[len(self.prompt) :] if self.generates else self.known[:0]

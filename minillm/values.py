@@ -16,7 +16,7 @@ _quotes.maxstring = _quotes.maxlong = _quotes.maxother = QUOTED
 
 
 def as_int(value: object) -> int | None:
-    """A whole number of Python's, numpy's or torch's; None for anything else, booleans included."""
+    """Return a whole number of Python's, numpy's or torch's; None for anything else, booleans included."""
     if type(value) is int:
         return value
     value = _single(value)
@@ -24,7 +24,7 @@ def as_int(value: object) -> int | None:
 
 
 def as_float(value: object) -> float | None:
-    """A finite number of Python's, numpy's or torch's; None for anything else: booleans, what no float holds."""
+    """Return a finite number of Python's, numpy's or torch's; None for anything else: booleans, what no float holds."""
     value = _single(value)
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
@@ -36,7 +36,7 @@ def as_float(value: object) -> float | None:
 
 
 def _single(value: object) -> Any:
-    """The number in an array or a tensor without dimensions; anything else as it is."""
+    """Return the number in an array or a tensor without dimensions; anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
@@ -50,7 +50,9 @@ def as_tuple(value: object) -> tuple | None:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value as an error quotes it: the beginning and the end of one that is long, and at most `most` characters."""
+    """Return a value as an error quotes it: the beginning and the end of one that is long, and at most `most`
+    characters.
+    """
     try:
         text = _quotes.repr(value)
     except Exception:  # a number with more digits than Python writes, an object of the user's own
@@ -59,7 +61,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def read_json(path: Path, error: type[MinillmError]) -> dict[str, Any]:
-    """The JSON object in a file. Raises `error`, which names the file."""
+    """Return the JSON object in a file. Raises `error`, which names the file."""
     try:
         fields = json.loads(path.read_bytes())
     except OSError as cause:

@@ -46,7 +46,9 @@ class ModuleKey:
 
 
 def read_patterns(patterns: Any, field: str) -> list[tuple[ModuleKey, Any]]:
-    """The keys of a field of adapter_config.json, and their values. Raises ConfigError, which names the field."""
+    """Return the keys of a field of adapter_config.json, and their values. Raises ConfigError, which names the
+    field.
+    """
     if patterns is None:
         return []
     if not isinstance(patterns, dict):
@@ -57,7 +59,7 @@ def read_patterns(patterns: Any, field: str) -> list[tuple[ModuleKey, Any]]:
 
 
 def value_for(patterns: Sequence[tuple[ModuleKey, Any]], module: str, otherwise: Any) -> Any:
-    """The value of the first pattern that matches a module's name, else `otherwise`."""
+    """Return the value of the first pattern that matches a module's name, else `otherwise`."""
     return next((value for pattern, value in patterns if pattern.matches(module)), otherwise)
 
 

@@ -84,7 +84,9 @@ class StoredFactors:
     scale: float
 
     def read(self) -> Factors:
-        """The factors, in float32, or in float64 if their file is. Raises ConfigError if they are not all numbers."""
+        """Return the factors, in float32, or in float64 if their file is. Raises ConfigError if they are not all
+        numbers.
+        """
         down, up = read_matrix(self.down), read_matrix(self.up, self.rows) * self.scale
         if not (down.isfinite().all() and up.isfinite().all()):
             raise ConfigError(f"adapter {self.up.file.parent}: its factors are not all numbers: it is damaged")
@@ -131,7 +133,7 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> Adapter:
 
 
 def read_description(directory: Path) -> dict[str, Any]:
-    """The fields of a directory's adapter_config.json. Raises ConfigError."""
+    """Return the fields of a directory's adapter_config.json. Raises ConfigError."""
     path = directory / CONFIG
     if not path.is_file():
         raise ConfigError(f"{directory} has no {CONFIG}: give the directory that PEFT's save_pretrained wrote")
@@ -174,7 +176,7 @@ def _check_fields(described: Mapping[str, Any]) -> None:
 
 
 def _pairs(entries: Mapping[str, Entry]) -> dict[str, tuple[Entry, Entry]]:
-    """The entries of A and B by the name of their module. Raises ConfigError for any other tensor."""
+    """Return the entries of A and B by the name of their module. Raises ConfigError for any other tensor."""
     found: dict[str, dict[str, Entry]] = {}
     for name, entry in entries.items():
         match = NAME.fullmatch(name)
@@ -205,7 +207,7 @@ def _of_modules(
     patterns: Sequence[Sequence[tuple[ModuleKey, Any]]],
     known: Mapping[str, Module],
 ) -> dict[str, StoredFactors]:
-    """The parts of each module of the model that a module of the adapter changes. A fused one changes several.
+    """Return the parts of each module of the model that a module of the adapter changes. A fused one changes several.
 
     patterns: rank_pattern and alpha_pattern. known: the linear layers of the model.
     """
@@ -245,7 +247,7 @@ def _of_modules(
 
 
 def read_matrix(entry: Entry, rows: range | None = None) -> Tensor:
-    """A matrix of a file, or these rows of it, in float32, or float64 if the file has that."""
+    """Return a matrix of a file, or these rows of it, in float32, or float64 if the file has that."""
     rows = range(entry.shape[0]) if rows is None else rows
     pieces = Pieces(entry, torch.empty(buffer_bytes(entry, len(rows)), dtype=torch.uint8), max(1, len(rows)))
     dtype = torch.promote_types(FILE_DTYPES[entry.dtype], torch.float32)

@@ -125,7 +125,7 @@ class AdapterSlots:
             self._all_used = False
 
     def of_tokens(self, rows: Tensor) -> Adapted:
-        """The adapters of tokens, from their rows [tokens] int64."""
+        """Return the adapters of tokens, from their rows [tokens] int64."""
         return Adapted(self._of_row[rows], self.factors)
 
     def _shard(self, part: Module) -> Shard:

@@ -65,7 +65,7 @@ class GPU:
 
 
 def _gpu(name: str, memory: float, bytes_per_s: float, source: str, **flops: float) -> GPU:
-    """A GPU by the numbers of its datasheet, without sparsity."""
+    """Return a GPU by the numbers of its datasheet, without sparsity."""
     reached = {products: REACHED[products] * rate for products, rate in flops.items()}
     return GPU(name, memory, REACHED["bytes"] * bytes_per_s, reached, source)
 
@@ -82,7 +82,7 @@ GPUS = {
 
 
 def known(name: str) -> GPU | None:
-    """The GPU that torch calls by this name, "NVIDIA H200"; None if its rates are not known here."""
+    """Return the GPU that torch calls by this name, "NVIDIA H200"; None if its rates are not known here."""
     return next((each for each in GPUS.values() if each.name == name), None)
 
 
@@ -215,7 +215,7 @@ def recommend(
     kv_cache_dtype: str | None = None,
     utilization: float = 0.9,
 ) -> Recommendation:
-    """The fastest precision for this model, GPU and traffic, or one nearly as fast that loses less.  Lesson 08.
+    """Return the fastest precision for this model, GPU and traffic, or one nearly as fast that loses less.  Lesson 08.
 
     loss            how much quality may be lost, one of LOSSES: "none" is bf16, "low" what is hardly measurable, and
                     also allows an 8-bit cache
@@ -280,7 +280,7 @@ def _candidate(
 
 
 def weight_bytes(config: ModelConfig, method: MethodFacts, head: str | None = None) -> int:
-    """Bytes of the model's weights, with the scales of groups, if its layers and head have these formats."""
+    """Return bytes of the model's weights, with the scales of groups, if its layers and head have these formats."""
     layers, table = _numbers(config)
     size = layers * method.bits / 8 + table * _head(head).bits / 8
     return int(size if config.tie_word_embeddings else size + table * BF16.bits / 8)
@@ -299,7 +299,7 @@ def _head(name: str | None) -> MethodFacts:
 def _seconds(
     config: ModelConfig, gpu: GPU, traffic: Traffic, method: MethodFacts, head: str | None, rows: int, token_bytes: int
 ) -> Seconds:
-    """The time of `rows` requests that start together."""
+    """Return the time of `rows` requests that start together."""
     layers, table = _numbers(config)
     tokens = rows * traffic.input_len
     chunk = min(tokens, PROMPT)
@@ -312,7 +312,7 @@ def _seconds(
 
 
 def product(gpu: GPU, method: MethodFacts, numbers: int, rows: int) -> Seconds:
-    """The time to multiply `rows` rows with matrices of so many numbers in all.  Lesson 08."""
+    """Return the time to multiply `rows` rows with matrices of so many numbers in all.  Lesson 08."""
     nbytes, rate = numbers * method.bits / 8, gpu.flops_per_s[method.products]
     share = method.alone if rows == 1 else method.few
     converted = method.products == BF16.products and method.bits < BF16.bits  # codes, to 16-bit numbers
@@ -329,7 +329,7 @@ def product(gpu: GPU, method: MethodFacts, numbers: int, rows: int) -> Seconds:
 
 
 def _choice(allowed: list[Candidate]) -> Candidate | None:
-    """The fastest, or the one that loses least of those nearly as fast."""
+    """Return the fastest, or the one that loses least of those nearly as fast."""
     near = [each for each in allowed if each.output_tokens_per_s >= NEAR * allowed[0].output_tokens_per_s]
 
     def losses(each: Candidate) -> tuple:

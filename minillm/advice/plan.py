@@ -46,7 +46,7 @@ class Plan:
 
     @classmethod
     def made_here(cls, model: ModelConfig, traffic: Traffic, options: dict[str, Any], device: str) -> "Plan":
-        """A plan for this machine without any measurements."""
+        """Return a plan for this machine without any measurements."""
         return cls(gpu_here(device), versions_here(), shape(model), traffic, options)
 
     def write(self, path: str | Path) -> None:
@@ -119,11 +119,15 @@ class Plan:
             raise ConfigError(f"the plan was made for {', '.join(reasons)}; {self._rebuild()}, or run without a plan")
 
     def for_executor(self) -> dict[str, Any]:
-        """The arguments of `LocalExecutor` that a plan sets. Raises ConfigError for a launch that fits no kernel."""
+        """Return the arguments of `LocalExecutor` that a plan sets. Raises ConfigError for a launch that fits no
+        kernel.
+        """
         return {"kernel_configs": self.table(), "graphs": self.graphs}
 
     def table(self) -> Table:
-        """The measured launches in the form that kernels look up. Raises ConfigError for one that fits no kernel."""
+        """Return the measured launches in the form that kernels look up. Raises ConfigError for one that fits no
+        kernel.
+        """
         if not self.launches:
             return {}
         kinds, table = registered(), {}
@@ -148,12 +152,12 @@ AGAIN = "write it again with `minillm build`"
 
 
 def shape(model: ModelConfig) -> dict[str, Any]:
-    """The model's properties that affect how long a step takes, as JSON values."""
+    """Return the model's properties that affect how long a step takes, as JSON values."""
     return {name: list(model.windows) if name == "windows" else getattr(model, name) for name in SHAPE}
 
 
 def gpu_here(device: str) -> dict[str, Any] | None:
-    """The properties of a GPU that a plan depends on; None for a CPU."""
+    """Return the properties of a GPU that a plan depends on; None for a CPU."""
     if not device.startswith("cuda"):
         return None
     import torch

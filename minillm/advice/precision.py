@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def resolved(config: EngineConfig, source: Path | str, device: str, traffic: Traffic | None = None) -> EngineConfig:
-    """The options with a method, or None, in place of `quantization="auto"`; the log says which, and why.
+    """Return the options with a method, or None, in place of `quantization="auto"`; the log says which, and why.
 
     source    what `minillm.model.loader.resolve` returned
     traffic  default: max_num_seqs requests of INPUT and OUTPUT tokens, or as many as max_model_len allows

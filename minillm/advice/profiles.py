@@ -57,7 +57,7 @@ class Profile:
     speed: float | None
 
     def cells(self) -> tuple[str, ...]:
-        """Its row of the table, below COLUMNS."""
+        """Return its row of the table, below COLUMNS."""
         option = self.options.get
         share = option("gpu_memory_utilization")
         return (
@@ -82,7 +82,7 @@ class ProfileChoice:
     reasons: tuple[str, ...]
 
     def named(self, name: str) -> Profile:
-        """A profile by its name or "auto". Raises ConfigError."""
+        """Return a profile by its name or "auto". Raises ConfigError."""
         by_name = {each.name: each for each in self.profiles} | {"auto": self.chosen}
         if name not in by_name:
             why = f"; {self.reasons[1]}" if name in PURPOSES else ""
@@ -98,20 +98,20 @@ class ProfileChoice:
 
 
 def find(model: str | Path | None = None, **engine_options: Unpack[EngineOptions]) -> ProfileChoice:
-    """The profiles of a model, as `LLM` takes it, on this machine. Raises ConfigError."""
+    """Return the profiles of a model, as `LLM` takes it, on this machine. Raises ConfigError."""
     config = EngineConfig.of(**engine_options)
     return choose(config, resolve(model), resolve_device(config.device))
 
 
 def apply(model: str | Path | None, name: str, engine_options: EngineOptions) -> EngineOptions:
-    """The options of a profile ("auto": the first) for this hardware; those that are given win."""
+    """Return the options of a profile ("auto": the first) for this hardware; those that are given win."""
     chosen = find(model, **engine_options).named(name)
     log.info("profile %s: %s", chosen.name, ", ".join(f"{key}={value}" for key, value in chosen.options.items()))
     return cast(EngineOptions, chosen.options | {**engine_options})
 
 
 def choose(config: EngineConfig, source: Path | str, device: str) -> ProfileChoice:
-    """The profiles of a model on this device; options that are set in `config` stay in all of them.
+    """Return the profiles of a model on this device; options that are set in `config` stay in all of them.
 
     source   what `minillm.model.loader.resolve` returned
 
@@ -147,7 +147,7 @@ def choose(config: EngineConfig, source: Path | str, device: str) -> ProfileChoi
 
 
 def _bytes_given(config: EngineConfig, source: Path | str, dtype: str) -> int | None:
-    """Bytes of weights whose format is not to be chosen; None if it is."""
+    """Return bytes of weights whose format is not to be chosen; None if it is."""
     if isinstance(source, Path) and read_layout(source) is not None:
         return sum(each.stat().st_size for each in source.glob("*.safetensors"))
     if config.quantization in (None, "auto") and config.quantized_head is None:

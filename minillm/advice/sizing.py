@@ -40,7 +40,7 @@ class Sizing:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes left for keys and values; 0 if the weights alone are too large."""
+        """Return bytes left for keys and values; 0 if the weights alone are too large."""
         return max(0, self.usable_bytes - self.weight_bytes - self.workspace_bytes - self.graph_bytes)
 
     @property
@@ -110,7 +110,7 @@ def fit(
 
 
 def parameters(config: ModelConfig) -> int:
-    """The exact number of trained parameters; a tied head counts once, as the embedding."""
+    """Return the exact number of trained parameters; a tied head counts once, as the embedding."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = hidden * (queries + 2 * keys) + queries * hidden
@@ -129,17 +129,20 @@ def parameters(config: ModelConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig, dtype: str = "bfloat16") -> int:
-    """Bytes of all parameters. Formats below 16 bits also store scales, which are not counted (lesson 05)."""
+    """Return bytes of all parameters. Formats below 16 bits also store scales, which are not counted (lesson 05)."""
     return parameters(config) * _bits(dtype) // 8
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str = "bfloat16") -> int:
-    """Bytes of one token in the cache: a key and a value in each layer and KV head, with the scales of int8 and fp8."""
+    """Return bytes of one token in the cache: a key and a value in each layer and KV head, with the scales of int8 and
+    fp8.
+    """
     return config.num_layers * _layer_bytes(config, dtype)
 
 
 def kv_bytes(config: ModelConfig, context: int, dtype: str = "bfloat16", *, block_size: int = 1) -> int:
-    """Bytes of keys and values of one decoding request of `context` tokens, in whole blocks of `block_size` tokens.
+    """Return bytes of keys and values of one decoding request of `context` tokens, in whole blocks of `block_size`
+    tokens.
 
     Layers with a window keep the blocks that hold the window at its worst alignment; a chunk of a prompt needs its own
     blocks in addition while it runs. A block has room for a full layer group, so an incomplete group costs as much.
@@ -161,7 +164,7 @@ def _bits(dtype: str) -> int:
 
 
 def _gb(count: int) -> tuple[str, str]:
-    """A number of bytes in a readable unit of powers of 1000: (number, unit)."""
+    """Return a number of bytes in a readable unit of powers of 1000: (number, unit)."""
     for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if count >= size:
             return f"{count / size:.2f}", unit

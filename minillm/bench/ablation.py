@@ -90,7 +90,7 @@ Groups = dict[str, dict[str, Setting]]  # what is compared -> a name for each se
 
 
 def groups(device: str, model: ModelConfig, requests: int) -> Groups:
-    """The comparisons to run on a device type, for one request or for several."""
+    """Return the comparisons to run on a device type, for one request or for several."""
     ahead = {"run-ahead": {str(steps): Setting(run_ahead=steps) for steps in (0, 1, 3)}}
     if device == "cpu":
         return ahead | {"operations": {"reference": Setting(operations="reference"), "fast CPU": Setting()}}
@@ -197,7 +197,7 @@ def _compare(
 
 
 def table(results: Sequence[dict]) -> str:
-    """The results as text: one line per setting, with its speed as a share of its group's best."""
+    """Return the results as text: one line per setting, with its speed as a share of its group's best."""
     best: dict[tuple[str, str], float] = {}
     for row in results:
         key = row["workload"], row["group"]

@@ -258,12 +258,12 @@ def play(engine: Engine, work: Sequence[BenchRequest]) -> list[RequestTimes]:
 
 
 def of(record: dict, part: str) -> list[dict]:
-    """The results of one part."""
+    """Return the results of one part."""
     return [row for row in record["results"] if row["part"] == part]
 
 
 def table(record: dict) -> str:
-    """The record as text."""
+    """Return the record as text."""
     lines = [f"{record['model']}, {record['dtype']}, {record['device']}, trace {record['traffic']}", ""]
     for row in of(record, "throughput"):
         runs = " ".join(f"{each:.3g}" for each in row["runs"])

@@ -40,7 +40,9 @@ PARTS = ("matrix products", "attention", "head and sampling")
 
 
 def step_floor(llm: LLM, step: Step, limits: PeakRates) -> dict[str, float]:
-    """The minimum time of a step on a chip with these limits, in seconds by PARTS (see the module's docstring)."""
+    """Return the minimum time of a step on a chip with these limits, in seconds by PARTS (see the module's
+    docstring).
+    """
     tokens, samples = int(step.queries.sum()), int(step.samples.sum())
     work = {
         "matrix products": _layers_work(llm, tokens, samples),
@@ -129,7 +131,7 @@ def run(
 
 
 def measure(llm: LLM, work: Sequence[workloads.BenchRequest], limits: PeakRates, repeat: int) -> dict:
-    """One workload's floor, rate, shares of time, and host time per step."""
+    """Return one workload's floor, rate, shares of time, and host time per step."""
     generate(llm, work)  # captures graphs, compiles kernels
     runs = []
     for _ in range(repeat):
@@ -162,7 +164,7 @@ def generate(llm: LLM, work: Sequence[workloads.BenchRequest]) -> None:
 
 
 def _shares(llm: LLM, work: Sequence[workloads.BenchRequest], timed: profiling.Recording) -> dict[str, float]:
-    """The share of a run's time that each of `profiling.GROUPS` takes, and the GPU's idle time."""
+    """Return the share of a run's time that each of `profiling.GROUPS` takes, and the GPU's idle time."""
     starts = profiling.slices(timed.done, timed.began)
     with profiling.profiled(llm.engine, starts) as kernels_of:
         generate(llm, work)
@@ -175,7 +177,7 @@ def _shares(llm: LLM, work: Sequence[workloads.BenchRequest], timed: profiling.R
 
 
 def table(results: Sequence[dict], limits: PeakRates | None = None) -> str:
-    """One line per workload, below the limits and the table's head unless `limits` is None."""
+    """Return one line per workload, below the limits and the table's head unless `limits` is None."""
     lines = []
     columns = (*profiling.GROUPS, "GPU idle")
     if limits is not None:

@@ -74,7 +74,7 @@ class RequestTimes:
 
     @property
     def gaps(self) -> Iterable[float]:
-        """Seconds before each token except the first; tokens that arrived together have gaps of 0."""
+        """Yield seconds before each token except the first; tokens that arrived together have gaps of 0."""
         last, together = self.arrivals[0]
         yield from [0.0] * (together - 1)
         for when, tokens in self.arrivals[1:]:
@@ -103,7 +103,7 @@ class Target:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def message(self, request: BenchRequest) -> bytes:
-        """The HTTP request that asks for a streamed completion."""
+        """Return the HTTP request that asks for a streamed completion."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": words(request.prompt) if self.text else request.prompt,
@@ -125,7 +125,7 @@ class Target:
 
 
 def words(ids: Sequence[int]) -> str:
-    """A text of about as many tokens, for servers that take no token ids: a common word for each."""
+    """Return a text of about as many tokens, for servers that take no token ids: a common word for each."""
     return " ".join(WORDS[each % len(WORDS)] for each in ids)
 
 
@@ -288,7 +288,7 @@ class StreamedAnswer:
             self.seen.arrivals.append((self.now - self.start, tokens))
 
     def _tokens(self, choice: Mapping[str, Any]) -> int:
-        """The tokens that an event brought; where the server gives no ids, an event with text counts as one."""
+        """Return the tokens that an event brought; where the server gives no ids, an event with text counts as one."""
         ids = choice.get("token_ids")
         if ids is not None:
             self._ids = True

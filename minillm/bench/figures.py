@@ -109,7 +109,7 @@ def steady(measured: Sequence[RequestTimes], seed: int = 0) -> dict | None:
 
 
 def batch_means(rates: Sequence[float]) -> list[float]:
-    """A 95% confidence interval of the mean of BATCHES rates, from equal and successive stretches of time."""
+    """Return a 95% confidence interval of the mean of BATCHES rates, from equal and successive stretches of time."""
     mean, half = statistics.fmean(rates), STUDENT * statistics.stdev(rates) / math.sqrt(len(rates))
     return [round(mean - half, 1), round(mean + half, 1)]
 

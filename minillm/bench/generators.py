@@ -83,7 +83,7 @@ def run(
 
 
 def divide(requests: int, count: int, concurrency: int | None) -> list[list[int]]:
-    """The indices of each process's requests. A closed loop's client k belongs to process k % count."""
+    """Return the indices of each process's requests. A closed loop's client k belongs to process k % count."""
     owners = [(index if concurrency is None else index % concurrency) % count for index in range(requests)]
     return [[index for index, owner in enumerate(owners) if owner == process] for process in range(count)]
 

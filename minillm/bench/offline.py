@@ -46,7 +46,7 @@ class Minillm:
         return timed(self.llm, requests, temperature, extra)
 
     def formats(self) -> dict[str, Any]:
-        """The model, the formats of its weights and cache, and the tokens that fit, for a record's row."""
+        """Return the model, the formats of its weights and cache, and the tokens that fit, for a record's row."""
         engine = self.llm.engine
         formats: dict[str, Any] = {
             "model": engine.name,
@@ -63,7 +63,7 @@ class Minillm:
 def timed(
     llm: LLM, requests: Sequence[BenchRequest], temperature: float, extra: Sequence[Mapping[str, Any]] = ()
 ) -> float:
-    """Seconds for all requests, submitted at once.
+    """Return seconds for all requests, submitted at once.
 
     extra: more sampling parameters, one mapping for each of the first requests. Raises RuntimeError if an output does
     not have its request's length.
@@ -198,12 +198,12 @@ def _row(key: tuple[str, int | None], runs: list[float], facts: dict) -> dict:
 
 
 def _spread(runs: list[float]) -> float:
-    """The difference between the slowest and the fastest run, as a share of their median."""
+    """Return the difference between the slowest and the fastest run, as a share of their median."""
     return (max(runs) - min(runs)) / statistics.median(runs)
 
 
 def caveat(record: dict) -> str:
-    """The warning to print with a comparison whose runs differ too much, or an empty string."""
+    """Return the warning to print with a comparison whose runs differ too much, or an empty string."""
     rows = [row for row in record["results"] if row.get("spread", 0) > STEADY]
     if not rows:
         return ""
@@ -216,7 +216,7 @@ def caveat(record: dict) -> str:
 
 
 def table(results: Sequence[dict]) -> str:
-    """The results as text, one line each; seconds are the median of the runs listed at the end."""
+    """Return the results as text, one line each; seconds are the median of the runs listed at the end."""
     counted = ("requests", "tokens in", "tokens out")
     lines: list[tuple[str, ...]] = [("engine", "workload", "dtype", *counted, "seconds", "tokens/s", "times", "runs")]
     for row in results:

@@ -47,7 +47,7 @@ class Peer(ABC):
         """Load the model. source: what `minillm.model.loader.resolve` returned. Raises ConfigError, MissingPackage."""
 
     def run(self, requests: Sequence[BenchRequest], batch: int, temperature: float) -> float:
-        """Seconds for all requests in static batches of `batch`."""
+        """Return seconds for all requests in static batches of `batch`."""
         start = time.perf_counter()
         for first in range(0, len(requests), batch):
             self.generate(requests[first : first + batch], temperature)

@@ -66,7 +66,7 @@ def latency(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
 
 
 def requests(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
-    """Every request of a serving record as a bar: from when it was due through its first token to its last."""
+    """Return every request of a serving record as a bar: from when it was due through its first token to its last."""
     result = record["results"][0]
     ax = ax or new_axes()
     answered = [(index, each) for index, each in enumerate(result["each"]) if each["first_token"] is not None]
@@ -258,7 +258,7 @@ def precisions(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
 
 
 def precision(row: Mapping[str, Any]) -> str:
-    """The weights' quantization in a row of a record, and the cache's if it has any."""
+    """Return the weights' quantization in a row of a record, and the cache's if it has any."""
     cache = row["kv_cache_dtype"]
     return row["quantization"] if cache in ("auto", "bfloat16") else f"{row['quantization']}, cache {cache}"
 
@@ -293,7 +293,7 @@ def label_points(ax: "Axes", points: Mapping[str, tuple[float, float]], size: fl
 
 
 def _close_together(spots: Mapping[str, tuple[float, float]], width: float, height: float) -> list[list[str]]:
-    """The names in groups, each from top to bottom: a point joins a group if one of its points is this near."""
+    """Return the names in groups, each from top to bottom: a point joins a group if one of its points is this near."""
     groups: list[list[str]] = []
     for name, (x, y) in sorted(spots.items(), key=lambda each: (-each[1][1], each[1][0], each[0])):
         near = [
@@ -340,7 +340,7 @@ def new_axes(height: float = 3.6) -> "Axes":
 
 
 def _runs(ax: "Axes", index: int, row: Mapping[str, Any]) -> None:
-    """A bar's runs as dots, and its median as a label above them."""
+    """Draw a bar's runs as dots, and its median as a label above them."""
     median, speeds = row["output_tokens_per_s"], [row["output_tokens"] / each for each in row["runs"]]
     ax.plot([index] * len(speeds), speeds, ".k", markersize=4)
     top = (index, max(median, *speeds))
@@ -359,7 +359,7 @@ def log_scale(ax: "Axes", name: str = "y") -> None:
 
 
 def short(value: float) -> str:
-    """A number as a label: one decimal below 10, none above."""
+    """Return a number as a label: one decimal below 10, none above."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 

@@ -84,7 +84,7 @@ def recording(engine: Engine) -> Iterator[Recording]:
 
 
 def slices(done: Sequence[float], began: float) -> list[int]:
-    """The first step of each of up to SLICES slices, spread evenly over a run's time, without overlap."""
+    """Return the first step of each of up to SLICES slices, spread evenly over a run's time, without overlap."""
     middles = began + (np.arange(SLICES) + 0.5) / SLICES * (done[-1] - began)
     chosen: list[int] = []
     for first in np.searchsorted(done, middles):
@@ -149,7 +149,7 @@ def _kernels(profile: torch.profiler.profile) -> list[tuple[str, float, float]]:
 
 
 def seconds_by_group(kernels: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Seconds of each of GROUPS. kernels: (name, begin, end), in the order in which they begin.
+    """Return seconds of each of GROUPS. kernels: (name, begin, end), in the order in which they begin.
 
     If kernels overlap (the next one starts early and waits), their common time counts for the earlier one.
     """

@@ -30,7 +30,8 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn", "a
 
 
 def begin(path: str | Path | None = None) -> dict:
-    """The fields of a record that describe the start of its run: commit, whether files differed from it, and date.
+    """Return the fields of a record that describe the start of its run: commit, whether files differed from it, and
+    date.
 
     Call it before measuring: files may change, or be committed, while the code that was loaded runs. path: where the
     record will be written; raises ConfigError now, not after the run, if that is impossible.
@@ -41,7 +42,7 @@ def begin(path: str | Path | None = None) -> dict:
 
 
 def record(results: list[dict], begun: dict, command: str | None = None, **more: Any) -> dict:
-    """A complete record of `results`. begun: what `begin` returned at the start of the run.
+    """Return a complete record of `results`. begun: what `begin` returned at the start of the run.
 
     command: default: the one that started this process. more: further fields.
     """
@@ -56,7 +57,7 @@ def record(results: list[dict], begun: dict, command: str | None = None, **more:
 
 
 def _without_folders(words: list[str]) -> list[str]:
-    """The command as typed at the project's root, without folders of the machine that it ran on."""
+    """Return the command as typed at the project's root, without folders of the machine that it ran on."""
     script = Path(words[0]).resolve()
     if script.name == "minillm" or script in (PACKAGE / "__main__.py", PACKAGE / "cli" / "__main__.py"):
         program = ["minillm"]
@@ -70,7 +71,7 @@ def _without_folders(words: list[str]) -> list[str]:
 
 
 def _without_keys(words: list[str]) -> list[str]:
-    """The words without what follows --api-key: a record may be published."""
+    """Return the words without what follows --api-key: a record may be published."""
     shown = []
     for before, word in zip(["", *words], words, strict=False):
         option, equals, _ = word.partition("=")
@@ -87,7 +88,7 @@ def write(content: dict, path: str | Path) -> Path:
 
 
 def destination(path: str | Path) -> Path:
-    """The file that `write` writes for this path."""
+    """Return the file that `write` writes for this path."""
     path = Path(path)
     return path if path.suffix == ".json" else folder() / f"{path.name}.json"
 
@@ -117,7 +118,7 @@ def publish(content: dict, path: str | Path | None, text: str = "", *, quiet: bo
 
 
 def read(path: str | Path) -> dict:
-    """A record from a file, or a committed one by `<device>/<name>`. Raises ConfigError."""
+    """Return a record from a file, or a committed one by `<device>/<name>`. Raises ConfigError."""
     path = Path(path)
     known = RESULTS / f"{path}.json"
     chosen = path if path.is_file() else known
@@ -128,12 +129,12 @@ def read(path: str | Path) -> dict:
 
 
 def model_name(name: str, *, random_weights: bool) -> str:
-    """A model's name in records: "gemma-2b, random weights"."""
+    """Return a model's name in records: "gemma-2b, random weights"."""
     return f"{name}, random weights" if random_weights else name
 
 
 def model_of(record: Mapping[str, Any]) -> str:
-    """A record's model, as `model_name` writes it. Older records name random weights only in their command."""
+    """Return a record's model, as `model_name` writes it. Older records name random weights only in their command."""
     known = record["model"].endswith(", random weights")
     dummy = "--load-format dummy" in record.get("command", "").replace("=", " ")
     return model_name(record["model"], random_weights=dummy and not known)
@@ -147,7 +148,9 @@ def folder() -> Path:
 
 
 def machine() -> dict:
-    """A description of the machine: CPU, cores that this process may use, memory, GPU and driver, system, Python."""
+    """Return a description of the machine: CPU, cores that this process may use, memory, GPU and driver, system,
+    Python.
+    """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu(),
@@ -161,7 +164,7 @@ def machine() -> dict:
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of the packages that a measurement depends on."""
+    """Return the installed versions of the packages that a measurement depends on."""
     versions = {"minillm": __version__}
     for name in PACKAGES:
         try:
@@ -172,7 +175,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> dict:
-    """The checkout's commit, and whether files differ from it.
+    """Return the checkout's commit, and whether files differ from it.
 
     In a copy without this history, the environment variable MINILLM_COMMIT names the commit, followed by "+" if files
     of the copy differ from it.

@@ -25,12 +25,12 @@ def arriving(result: Mapping) -> str:
 
 
 def generator_share(result: Mapping) -> float:
-    """The share of a run's time that the load generator itself worked: close to 1, it was the bottleneck."""
+    """Return the share of a run's time that the load generator itself worked: close to 1, it was the bottleneck."""
     return result["generator_s"] / result["seconds"]
 
 
 def table(result: Mapping) -> str:
-    """One result as text: rates, then latencies in milliseconds."""
+    """Return one result as text: rates, then latencies in milliseconds."""
     lines = [
         f"{result['requests']} requests, {arriving(result)}: {result['requests_per_s']:.2f} requests/s,"
         f" {result['output_tokens_per_s']:,.0f} output tokens/s, {result['seconds']:.2f} s in all"
@@ -52,7 +52,7 @@ def table(result: Mapping) -> str:
 
 
 def _more(result: Mapping) -> list[str]:
-    """Lines about the steady state, an SLO and costs, where the result has them."""
+    """Return lines about the steady state, an SLO and costs, where the result has them."""
     lines = []
     if steady := result.get("steady"):
         low, high = steady["interval95"]["output_tokens_per_s"]

@@ -32,7 +32,7 @@ class PeakRates:
 
     @property
     def ridge(self) -> float:
-        """The operations per byte above which arithmetic takes longer than reading."""
+        """Return the operations per byte above which arithmetic takes longer than reading."""
         return self.operations_per_s / self.bytes_per_s
 
 
@@ -51,7 +51,7 @@ class Point:
         return self.operations / self.bytes
 
     def floor(self, limits: PeakRates) -> float:
-        """The minimum time, in seconds, that a machine with these limits needs for it."""
+        """Return the minimum time, in seconds, that a machine with these limits needs for it."""
         return floor_seconds(self.bytes, self.operations, limits.bytes_per_s, limits.operations_per_s)
 
     @property
@@ -70,7 +70,9 @@ def matrix_work(shapes: Sequence[tuple[int, int]], tokens: int, bytes_per_number
 
 
 def floor_seconds(nbytes: float, operations: float, bytes_per_s: float, operations_per_s: float) -> float:
-    """The minimum time, in seconds, for this much work at these rates: reading and computing overlap.  Lesson 00."""
+    """Return the minimum time, in seconds, for this much work at these rates: reading and computing overlap.  Lesson
+    00.
+    """
     return max(nbytes / bytes_per_s, operations / operations_per_s)
 
 
@@ -134,7 +136,7 @@ def decode(llm: LLM, requests: int, context: int = 64, steps: int = 24, *, tempe
 
 
 def prefill(llm: LLM, tokens: int, repeat: int = 5) -> Point:
-    """A step that computes a prompt of `tokens` tokens and samples its next one."""
+    """Return a step that computes a prompt of `tokens` tokens and samples its next one."""
     times = []
     for seed in range(repeat + 1):
         completion = llm.generate([_ids(llm, tokens, 1000 + seed)], SamplingParams(max_tokens=1, ignore_eos=True))[0]
@@ -145,7 +147,7 @@ def prefill(llm: LLM, tokens: int, repeat: int = 5) -> Point:
 
 
 def step_work(llm: LLM, tokens: int, samples: int) -> tuple[int, int]:
-    """The least (bytes, operations) of a step of `tokens` tokens, `samples` of which go through the head.
+    """Return the least (bytes, operations) of a step of `tokens` tokens, `samples` of which go through the head.
 
     Every weight is read once, and multiplied and added once per token. Attention's own operations are left out: they
     are few at the lengths measured here.
@@ -180,7 +182,7 @@ def run(
 
 
 def table(points: Sequence[Point], limits: PeakRates) -> str:
-    """The limits, then for each step its floor, its measured time, and their ratio."""
+    """Return the limits, then for each step its floor, its measured time, and their ratio."""
     lines = [
         f"reads {limits.bytes_per_s / 1e9:,.1f} GB/s, computes {limits.operations_per_s / 1e12:,.2f} T operations/s,"
         f" ridge at {limits.ridge:.1f} operations a byte",

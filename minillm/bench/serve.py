@@ -110,7 +110,7 @@ def _facts(server: targets.Server, load: Load, seed: int) -> dict[str, Any]:
 
 
 def _result(work: Sequence[BenchRequest], measured: Sequence[RequestTimes], seed: int) -> dict[str, Any]:
-    """All figures of a run. Raises LoadError if a request failed."""
+    """Return all figures of a run. Raises LoadError if a request failed."""
     failed = [each.error for each in measured if each.error]
     if failed:
         raise LoadError(f"{len(failed)} of {len(measured)} requests failed, the first with: {failed[0]}")
@@ -122,13 +122,13 @@ def _result(work: Sequence[BenchRequest], measured: Sequence[RequestTimes], seed
 
 
 def _ratios(result: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, float]:
-    """A result's rate of tokens and median latencies in multiples of another's, at the same load."""
+    """Return a result's rate of tokens and median latencies in multiples of another's, at the same load."""
     pairs = {"output_tokens_per_s": (result["output_tokens_per_s"], first["output_tokens_per_s"])}
     pairs |= {name: (result[name]["p50"], first[name]["p50"]) for name in ("ttft_s", "itl_s", "e2e_s")}
     return {name: round(own / other, 4) for name, (own, other) in pairs.items() if own is not None and other}
 
 
 def _warmup(work: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
-    """Requests as long as the first `count`; their prompts put no prefix of the measured ones into a cache."""
+    """Return requests as long as the first `count`; their prompts put no prefix of the measured ones into a cache."""
     chosen = itertools.islice(itertools.cycle(work), count)
     return [BenchRequest([*each.prompt[::-1]], each.output_tokens) for each in chosen]

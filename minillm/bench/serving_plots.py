@@ -68,7 +68,7 @@ def itl_by_position(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axe
 
 
 def answer_times(record: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
-    """The spread of end-to-end times: the share of requests that were answered within a time, for each load.
+    """Return the spread of end-to-end times: the share of requests that were answered within a time, for each load.
 
     Of more loads than there are colors, only those with the most clients.
     """
@@ -117,7 +117,7 @@ def save(record: Mapping[str, Any], path: str | Path) -> None:
 
 
 def panels(record: Mapping[str, Any]) -> list[Callable[..., "Axes"]]:
-    """The plots that say something about a record: those by length or load need more than one of them."""
+    """Return the plots that say something about a record: those by length or load need more than one of them."""
     rows = _rows(record)
     lengths = {each["input_tokens"] for row in rows for each in row["each"]}
     drawn: list[Callable[..., Axes]] = []
@@ -133,7 +133,7 @@ def panels(record: Mapping[str, Any]) -> list[Callable[..., "Axes"]]:
 
 
 def _rows(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The results of the record's first server."""
+    """Return the results of the record's first server."""
     first = record["results"][0]["url"]
     return [row for row in record["results"] if row.get("url") == first]
 
@@ -147,7 +147,7 @@ def _shown(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _groups(record: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """The first server's results by load."""
+    """Return the first server's results by load."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in _rows(record):
         groups.setdefault(arriving(row), []).append(row)
@@ -155,7 +155,7 @@ def _groups(record: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _lengths(row: Mapping[str, Any]) -> tuple[int, int]:
-    """A result's mean input and output tokens for each request."""
+    """Return a result's mean input and output tokens for each request."""
     answered = max(1, row["requests"] - row["refused"])
     return round(row["input_tokens"] / row["requests"]), round(row["output_tokens"] / answered)
 

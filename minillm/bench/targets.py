@@ -58,7 +58,7 @@ def find(url: str, settings: ServeBench) -> Server:
 
 
 def address(url: str, *, allow_remote: bool = False) -> str:
-    """The URL without /v1. Raises ConfigError unless it names this machine or other machines are allowed."""
+    """Return the URL without /v1. Raises ConfigError unless it names this machine or other machines are allowed."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
@@ -86,7 +86,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _card(base: str, headers: Mapping[str, str], model: str | None) -> dict[str, Any]:
-    """The model of this name in the server's list, or the first one. Raises Unreachable or LoadError."""
+    """Return the model of this name in the server's list, or the first one. Raises Unreachable or LoadError."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
     request = urllib.request.Request(f"{base}/v1/models", headers=dict(headers))
     try:
@@ -106,7 +106,7 @@ def _card(base: str, headers: Mapping[str, str], model: str | None) -> dict[str,
 
 
 def _probe(target: Target, vocabulary: int) -> Target:
-    """The most exact form of a request that the server takes. Raises LoadError."""
+    """Return the most exact form of a request that the server takes. Raises LoadError."""
     request = BenchRequest([index % vocabulary for index in range(10, 18)], 4)
     problems = []
     for form in FORMS:

@@ -43,7 +43,7 @@ class Load:
         return self.facts.get("concurrency")
 
     def make(self, vocabulary: int, seed: int) -> list[BenchRequest]:
-        """The requests, with ids below `vocabulary`."""
+        """Return the requests, with ids below `vocabulary`."""
         kept: dict[str, Any] = {"scale": self.scale, "requests": self.requests, "seed": seed}
         if self.workload is None:
             return workloads.replay(self.trace or "", vocabulary, speed=self.facts["speed"], **kept)
@@ -54,7 +54,7 @@ class Load:
 
 
 def plan(settings: ServeBench) -> list[Load]:
-    """The loads that these settings describe. Raises ConfigError."""
+    """Return the loads that these settings describe. Raises ConfigError."""
     arrivals = _arrivals(settings)
     sweep, trace, due, scale = settings.sweep, settings.trace, settings.due, settings.scale
     count = settings.requests if due is None else len(due)
@@ -81,12 +81,12 @@ def plan(settings: ServeBench) -> list[Load]:
 
 
 def _enough(work: Workload, facts: dict[str, Any], sweep: Sequence[int] | None) -> Workload:
-    """The workload, with as many requests as this point of a sweep sends."""
+    """Return the workload, with as many requests as this point of a sweep sends."""
     return work if sweep is None else replace(work, requests=max(work.requests, EACH_CLIENT * facts["concurrency"]))
 
 
 def _exact(settings: ServeBench, requests: int) -> list[Workload]:
-    """A workload for each pair of lengths. Raises ConfigError."""
+    """Return a workload for each pair of lengths. Raises ConfigError."""
     if settings.input_len is None or settings.output_len is None:
         raise ConfigError("input_len and output_len go together: give both, or name a workload")
     for name in ("scale", "trace", "patterns"):

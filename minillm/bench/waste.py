@@ -42,17 +42,17 @@ class Moment:
 
 
 def final(request: BenchRequest) -> int:
-    """Tokens whose keys and values a request needs at its end; those of its last token are never read."""
+    """Return tokens whose keys and values a request needs at its end; those of its last token are never read."""
     return len(request.prompt) + request.output_tokens - 1
 
 
 def exact(request: BenchRequest) -> int:
-    """An oracle's reservation: in practice an output's length is not known in advance."""
+    """Return an oracle's reservation: in practice an output's length is not known in advance."""
     return final(request)
 
 
 def power_of_two(request: BenchRequest) -> int:
-    """A good estimate: the prompt, and the output's length rounded up to a power of two."""
+    """Return a good estimate: the prompt, and the output's length rounded up to a power of two."""
     return len(request.prompt) + (1 << (request.output_tokens - 1).bit_length())
 
 
@@ -87,7 +87,7 @@ def contiguous(
 
 
 def blocks(work: Sequence[BenchRequest], slots: int, block_size: int, most: int, *, shared: bool) -> Iterator[Moment]:
-    """The engine's scheduler and block pool; shared: with the prefix cache."""
+    """Yield the engine's scheduler and block pool; shared: with the prefix cache."""
     scheduler = Scheduler(
         max_num_seqs=len(work),
         max_num_batched_tokens=slots,

@@ -53,7 +53,7 @@ WORKLOADS = {
 
 
 def find(name: str) -> Workload:
-    """A workload by its name or the first word of its name ("mixed"). Raises ConfigError."""
+    """Return a workload by its name or the first word of its name ("mixed"). Raises ConfigError."""
     for workload in WORKLOADS.values():
         if name in (workload.name, workload.name.split("_")[0]):
             return workload
@@ -61,7 +61,7 @@ def find(name: str) -> Workload:
 
 
 def exact(input_len: int, output_len: int, requests: int) -> Workload:
-    """A workload in which every request has exactly these lengths in tokens. Raises ConfigError."""
+    """Return a workload in which every request has exactly these lengths in tokens. Raises ConfigError."""
     if input_len < 1 or output_len < 1:
         raise ConfigError(f"lengths must be whole numbers of tokens from 1, not {input_len!r} and {output_len!r}")
     return Workload(f"exact_{input_len}_{output_len}", requests, (input_len, input_len), (output_len, output_len))
@@ -70,7 +70,7 @@ def exact(input_len: int, output_len: int, requests: int) -> Workload:
 def make(
     workload: str | Workload, vocab_size: int, *, scale: int = 1, requests: int | None = None, seed: int = SEED
 ) -> list[BenchRequest]:
-    """The first `requests` requests of a workload (or of the one of this name), with lengths divided by `scale`.
+    """Return the first `requests` requests of a workload (or of the one of this name), with lengths divided by `scale`.
 
     Lengths are drawn for the full workload, before the ids, so a scaled one has the same requests, only shorter.
     `seed` changes only the ids. Raises ConfigError.
@@ -89,7 +89,7 @@ def make(
 
 
 def poisson(requests: Sequence[BenchRequest], rate: float, *, seed: int = SEED) -> list[BenchRequest]:
-    """The same requests, due as a Poisson process of `rate` requests per second: gaps are drawn from exp(rate).
+    """Return the same requests, due as a Poisson process of `rate` requests per second: gaps are drawn from exp(rate).
 
     With the same seed, twice the rate gives the same schedule in half the time.
     """
@@ -109,7 +109,7 @@ def replay(
     speed: float = 1.0,
     seed: int = SEED,
 ) -> list[BenchRequest]:
-    """The requests of a traffic trace, with times divided by `speed` and lengths divided by `scale`.
+    """Return the requests of a traffic trace, with times divided by `speed` and lengths divided by `scale`.
 
     trace: a file, or the name of a committed one ("conversation"). Each request is a line of JSON, with `arrival` in
     seconds, `input_tokens`, `output_tokens` and, if its prompt shares a prefix, `prefix_id` and `prefix_tokens`. Token
@@ -154,7 +154,7 @@ def _check(scale: int, requests: int | None) -> None:
 
 
 def totals(requests: Sequence[BenchRequest]) -> dict[str, int]:
-    """The numbers of requests, input and output tokens: the first fields of every result."""
+    """Return the numbers of requests, input and output tokens: the first fields of every result."""
     return {
         "requests": len(requests),
         "input_tokens": sum(len(request.prompt) for request in requests),

@@ -27,7 +27,7 @@ def foldable(norm: Tensor, scales: Tensor, offset: float, dtype: torch.dtype) ->
 
 
 def allowed_scales(model: Model, layer: Layer, consumer: str, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scales [in] that `fold` would fold for these ones, in their dtype. dtype: of the saved model.
+    """Return the scales [in] that `fold` would fold for these ones, in their dtype. dtype: of the saved model.
 
     Scales of a norm's outputs are rounded as the norm is. The heads that read the same values must have the same ones.
     """
@@ -70,6 +70,6 @@ def fold(model: Model, layer: Layer, consumer: str, scales: Tensor, dtype: torch
 
 
 def matrix_of(weight: Weight) -> Tensor:
-    """A dense weight's matrix [out, in], to be changed in place."""
+    """Return a dense weight's matrix [out, in], to be changed in place."""
     assert isinstance(weight, DenseWeight)
     return weight.weight

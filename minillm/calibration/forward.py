@@ -36,7 +36,7 @@ class CalibrationRun:
     def record(
         self, layer: Layer, weights: dict[str, Weight], dtype: torch.dtype = torch.float32
     ) -> dict[str, InputStatistics]:
-        """The statistics of the inputs of these weights, which belong to the next layer, by name."""
+        """Return the statistics of the inputs of these weights, which belong to the next layer, by name."""
         keep = max(1, SAMPLES // len(self.batches))
         with recording(weights, dtype, keep, unused=layer.down) as statistics:
             for batch, stream in zip(self.batches, self.streams, strict=True):
@@ -56,7 +56,7 @@ class CalibrationRun:
 
 
 def hidden_states(model: Model, ids: Tensor) -> Tensor:
-    """The final hidden states [rows * length, hidden] of rows ids [rows, length] int64. Nothing is kept."""
+    """Return the final hidden states [rows * length, hidden] of rows ids [rows, length] int64. Nothing is kept."""
     batch = packed(model, ids)
     # A layer reads only what it has just written, so all layers can use the same cache.
     return model.forward(batch, [_cache(model, batch)] * len(model.layers))

@@ -120,7 +120,7 @@ class MethodRecipe:
     rotate: bool = False
 
     def at(self, address: str) -> Method:
-        """The method of the weight at an address, such as "layers.3.qkv"."""
+        """Return the method of the weight at an address, such as "layers.3.qkv"."""
         return next((each for pattern, each in self.rules.items() if fnmatchcase(address, pattern)), Method("dense"))
 
     def fitted(self, inputs: Mapping[str, int]) -> "MethodRecipe":
@@ -139,7 +139,8 @@ class MethodRecipe:
 
     @classmethod
     def of(cls, method: Method, head: str | None = None, *, rotate: bool = False) -> "MethodRecipe":
-        """One method for all layers; head: "int8" or "fp8" for the output head (and the embedding, if they are tied).
+        """Return one method for all layers; head: "int8" or "fp8" for the output head (and the embedding, if they are
+        tied).
 
         Raises ConfigError.
         """
@@ -149,7 +150,7 @@ class MethodRecipe:
 
     @classmethod
     def read(cls, file: Path) -> "MethodRecipe":
-        """A recipe file: {pattern: method} or {pattern: {"method": ..., its parameters}}. Raises ConfigError."""
+        """Return a recipe file: {pattern: method} or {pattern: {"method": ..., its parameters}}. Raises ConfigError."""
         rules = {}
         for pattern, rule in read_json(file, ConfigError).items():
             values: dict[str, Any] = {"method": rule} if isinstance(rule, str) else rule
@@ -163,7 +164,9 @@ class MethodRecipe:
 
 
 def method_of(values: Mapping[str, Any]) -> Method:
-    """The method that {"method": name, and parameters} describes. Raises ConfigError for a wrong or unused one."""
+    """Return the method that {"method": name, and parameters} describes. Raises ConfigError for a wrong or unused
+    one.
+    """
     method = Method(values["method"])
     more = {name: value for name, value in values.items() if name != "method"}
     method.check_takes(sorted(more))

@@ -22,7 +22,8 @@ ROTATE = "rotate"  # what a name adds for a model that is rotated first
 
 
 def named(name: str) -> MethodRecipe:
-    """The recipe of a name, METHOD[-gGROUP][-sPERCENT][-FLAG...][-rotate][+HEAD], or of a recipe file, NAME.json.
+    """Return the recipe of a name, METHOD[-gGROUP][-sPERCENT][-FLAG...][-rotate][+HEAD], or of a recipe file,
+    NAME.json.
 
     Raises ConfigError.
     """

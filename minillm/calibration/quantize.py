@@ -156,7 +156,7 @@ def _has_int8_inputs(model: Model, methods: MethodRecipe) -> bool:
 
 
 def _last_calibrated(model: Model, methods: MethodRecipe) -> int:
-    """The last layer that has a weight whose method needs calibration; -1 if none has."""
+    """Return the last layer that has a weight whose method needs calibration; -1 if none has."""
     lengths = [
         index
         for index in range(len(model.layers))
@@ -216,7 +216,7 @@ def _format(method: Method, dtype: torch.dtype) -> Format:
 def _search(
     weight: Weight, format: Format, inputs: InputStatistics, allowed: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, float | None]:
-    """The scales [in] of a product's inputs, and their strength."""
+    """Return the scales [in] of a product's inputs, and their strength."""
     if isinstance(format, Int4):
         return PARTS.awq_scales(weight.dequantize(), inputs, format, allowed=allowed)
     assert format.activations is not None
@@ -226,7 +226,9 @@ def _search(
 def _rounded(
     model: Model, address: str, method: Method, dtype: torch.dtype, inputs: InputStatistics | None = None
 ) -> Weight:
-    """A weight in its method's format. inputs: the statistics of what it multiplies, for methods that need them."""
+    """Return a weight in its method's format. inputs: the statistics of what it multiplies, for methods that need
+    them.
+    """
     dense, format = model.addressed()[address], _format(method, dtype)
     matrix = dense.dequantize()
     if isinstance(format, Dense):
@@ -280,7 +282,7 @@ def _whole(name: str, value: object, least: int, most: int = 2**31) -> int:
 
 
 def _device(name: str) -> str:
-    """A device that there is, by its name in torch."""
+    """Return a device that there is, by its name in torch."""
     name, there = EngineConfig(device=name).device, torch.cuda.device_count()
     if name == "auto":
         return "cuda" if there else "cpu"
@@ -307,7 +309,7 @@ def check_finite(model: Model) -> None:
 
 
 def fitted(model: Model, methods: MethodRecipe) -> MethodRecipe:
-    """The recipe for a model, with group sizes where it names none.
+    """Return the recipe for a model, with group sizes where it names none.
 
     Raises ConfigError unless every weight can have its method's format, and the model can be rotated if it is to be.
     """

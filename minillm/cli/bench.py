@@ -25,7 +25,7 @@ bench_app = typer.Typer(cls=Group, help="Measure the engine on the project's wor
 
 
 def _counts(option: str, text: str) -> list[int]:
-    """The whole numbers of "1,2,4". Raises ConfigError."""
+    """Return the whole numbers of "1,2,4". Raises ConfigError."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:

@@ -37,7 +37,7 @@ def without_soft_prompts(config: DeviceConfig) -> tuple[DeviceConfig, dict[str, 
 
 
 def soft_prompts(self: "Engine", directories: Mapping[str, str | Path]) -> dict[str, np.ndarray]:
-    """The embeddings of soft prompts, [n, hidden], by name. Raises ConfigError."""
+    """Return the embeddings of soft prompts, [n, hidden], by name. Raises ConfigError."""
     model, dtype, most = self.model_config, self.facts.dtype, self.max_model_len
     return {name: read_soft_prompt(directory, model, dtype, most) for name, directory in directories.items()}
 
@@ -57,12 +57,12 @@ class LoadedAdapters:
 
     @property
     def names(self) -> list[str]:
-        """The names that requests may give."""
+        """Return the names that requests may give."""
         return [name for name, found in self.by_name.copy().items() if found is not None]
 
     @property
     def loads(self) -> dict[str, int]:
-        """The number of each adapter's load, by its name; 0 for a soft prompt."""
+        """Return the number of each adapter's load, by its name; 0 for a soft prompt."""
         found = self.by_name.copy().items()
         return {name: each if isinstance(each, int) else 0 for name, each in found if each is not None}
 

@@ -180,7 +180,7 @@ class AsyncLLM:
 
     @property
     def adapters(self) -> list[str]:
-        """The names of the adapters that requests may give."""
+        """Return the names of the adapters that requests may give."""
         return self.engine.adapters.names
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
@@ -234,7 +234,7 @@ class AsyncLLM:
 
     @property
     def working(self) -> float:
-        """Seconds that the engine's thread has been busy with the same step; 0 if it waits for work."""
+        """Return seconds that the engine's thread has been busy with the same step; 0 if it waits for work."""
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
 

@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def model(self) -> Model:
-        """The model, for lessons and tests. Raises TypeError if it does not run in this process."""
+        """Return the model, for lessons and tests. Raises TypeError if it does not run in this process."""
         executor = self.executor
         while isinstance(executor, WatchedExecutor):
             executor = executor.executor

@@ -137,7 +137,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs the requests. Raises EngineClosed after `close`."""
+        """Return the engine that runs the requests. Raises EngineClosed after `close`."""
         if self._engine is None:
             raise EngineClosed("this LLM is closed; make a new one")
         return self._engine

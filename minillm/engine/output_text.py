@@ -66,7 +66,7 @@ class OutputText:
             self._ended = True
 
     def new(self) -> str:
-        """Text since the last call, without an ending that may become a stop string."""
+        """Return text since the last call, without an ending that may become a stop string."""
         start, self._returned = self._returned, self._safe
         return self.text[start : self._returned]
 

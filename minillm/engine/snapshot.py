@@ -86,7 +86,7 @@ class Snapshot:
         return counts[self.rows].tolist()
 
     def cells(self) -> tuple[list[int], list[int]]:
-        """The map of blocks: what each cell holds, and how many of its blocks are used.
+        """Return the map of blocks: what each cell holds, and how many of its blocks are used.
 
         A cell with used blocks holds its lowest row's number, or SHARED or LEAVING if no row alone holds a block in it.
         A cell without used blocks is FREE or CACHED, as its first block is. If a part of the pool is drawn, the map
@@ -110,7 +110,7 @@ class Snapshot:
 
 
 def _drawn(used: np.ndarray, total: int, cells: int) -> range:
-    """The first block of each cell of a map with at most so many cells, of a pool with `total` blocks.
+    """Return the first block of each cell of a map with at most so many cells, of a pool with `total` blocks.
 
     used: blocks that have to be in it.
     """

@@ -27,7 +27,7 @@ class Tracked:
     def of(
         cls, request: Request, tokenizer: Tokenizer | None, listener: Listener | None, wants_text: bool
     ) -> "Tracked":
-        """A request that arrives now; arguments as those of `Engine.prepare`."""
+        """Return a request that arrives now; arguments as those of `Engine.prepare`."""
         params = request.params
         done = Completion(request.request_id, request.prompt.tolist(), arrival_time=time.perf_counter())
         done.logprobs = None if params.logprobs is None else []

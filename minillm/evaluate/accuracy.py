@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def letter_tokens(tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of each letter's tokens after "Answer:": one each, or more if the vocabulary is small.
+    """Return the ids of each letter's tokens after "Answer:": one each, or more if the vocabulary is small.
 
     Raises ConfigError if a letter changes the tokens before it.
     """
@@ -45,7 +45,7 @@ class NextToken:
 def next_tokens(
     llm: "LLM", prompts: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], progress: bool = False
 ) -> list[NextToken]:
-    """The log-probabilities of some tokens, each prompt's own, as its next token.
+    """Return the log-probabilities of some tokens, each prompt's own, as its next token.
 
     A prompt takes one forward pass if all its tokens are among its MAX_LOGPROBS most likely ones. Each that is not
     takes one more, as the last token of a longer prompt.
@@ -63,7 +63,7 @@ def next_tokens(
 
 
 def letter_logprobs(llm: "LLM", prompts: Sequence[str], progress: bool = False) -> list[list[float]]:
-    """The log-probability of each letter after a prompt: [prompts][letters].
+    """Return the log-probability of each letter after a prompt: [prompts][letters].
 
     A letter of several tokens has the sum of theirs. llm: an `LLM`, or any object with its `tokenizer` and `generate`.
     Raises ConfigError if a letter changes the tokens before it.
@@ -80,7 +80,7 @@ def letter_logprobs(llm: "LLM", prompts: Sequence[str], progress: bool = False) 
 
 
 def _ending_logprob(completion: Completion, tokens: Sequence[int]) -> float:
-    """The log-probability of a prompt's last tokens, given those before them."""
+    """Return the log-probability of a prompt's last tokens, given those before them."""
     return sum(prompt_logprob(completion, at, tokens[at]) for at in range(-len(tokens), 0))
 
 
@@ -144,7 +144,7 @@ def accuracy(
     limit: int | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The share of questions whose right letter is the most likely one after MMLU's few-shot prompt.  Lesson 05.
+    """Return the share of questions whose right letter is the most likely one after MMLU's few-shot prompt.  Lesson 05.
 
     questions  rows with MMLU's columns; default: the embedded held-out questions
     examples   rows to take the shots from, those of the question's subject; default: the embedded ones
@@ -166,7 +166,7 @@ def accuracy(
 
 
 def _fitting(tokenizer: Tokenizer, longest: int, row: Mapping[str, Any], examples: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt of a question with as many examples as fit into `longest` tokens."""
+    """Return the prompt of a question with as many examples as fit into `longest` tokens."""
     while True:
         prompt = few_shot_prompt(row, examples)
         if not examples or len(tokenizer.encode(prompt)) <= longest:

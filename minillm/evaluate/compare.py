@@ -57,7 +57,7 @@ class Loss:
 
 
 def paired_loss(before: Sequence[bool], after: Sequence[bool]) -> Loss:
-    """The loss of accuracy between two models' answers to the same questions.
+    """Return the loss of accuracy between two models' answers to the same questions.
 
     Only questions that exactly one model answers correctly say anything, so the interval is far narrower than the
     difference of two independent accuracies would have. It is Wald's for matched pairs with half a question added to
@@ -150,7 +150,7 @@ class Comparison:
         chosen: Divergence | None = None,
         begin: float | None = None,
     ) -> dict[str, Any]:
-        """The result of a version, which llm runs and directory holds.
+        """Return the result of a version, which llm runs and directory holds.
 
         calibrations: divergences of all its calibrations, of which `chosen` is this one; default: measured now.
         begin: when the work on it began, by `time.perf_counter`; default: now.
@@ -202,12 +202,12 @@ class Comparison:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Bytes of all tensors in a model's files."""
+    """Return bytes of all tensors in a model's files."""
     return sum(entry.nbytes for entry in read_headers(directory).values())
 
 
 def unquantized(model: str | Path | None) -> Path:
-    """The directory of a model that can be compared with. Raises ConfigError."""
+    """Return the directory of a model that can be compared with. Raises ConfigError."""
     source = resolve(model)
     if isinstance(source, str) or read_layout(source) is not None:
         raise ConfigError(f"{source} is no unquantized model to compare with: name the directory of one")
@@ -215,7 +215,7 @@ def unquantized(model: str | Path | None) -> Path:
 
 
 def in_float32(options: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's options for the model that versions are compared with."""
+    """Return an engine's options for the model that versions are compared with."""
     return {**options, "dtype": "float32", "kv_cache_dtype": "auto"}
 
 
@@ -325,7 +325,7 @@ def _check_same_tokens(llm: LLM, directory: Path) -> None:
 
 @contextmanager
 def stored(chosen: MethodRecipe | Path, source: Path, seed: int, device: str) -> Iterator[Path]:
-    """The directory of a quantized model, made for the moment if it is not there."""
+    """Yield the directory of a quantized model, made for the moment if it is not there."""
     if isinstance(chosen, Path):
         yield chosen
         return
@@ -335,7 +335,9 @@ def stored(chosen: MethodRecipe | Path, source: Path, seed: int, device: str) ->
 
 
 def _stored(model: Model) -> dict[str, Any]:
-    """The bits, group sizes and head of a model's weights; a list where layers differ. simulated: see `loader`."""
+    """Return the bits, group sizes and head of a model's weights; a list where layers differ. simulated: see
+    `loader`.
+    """
     layers = [weight for address, weight in model.addressed().items() if address.startswith("layers.")]
     bits = sorted({BITS.get(weight.format.name, 8 * weight.dtype.itemsize) for weight in layers})
     groups = sorted({weight.format.group_size for weight in layers if isinstance(weight.format, (Int4, Fp4))})

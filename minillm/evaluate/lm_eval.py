@@ -102,7 +102,7 @@ class MinillmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether each of its tokens is the most likely one.
+        """Return the log-probability of each continuation, and whether each of its tokens is the most likely one.
 
         Requests that end in one token share a forward pass if all before it is equal: the options of a question.
         """
@@ -137,7 +137,7 @@ class MinillmLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in windows of `max_length` tokens that score each token once."""
+        """Return the log-probability of each text, in windows of `max_length` tokens that score each token once."""
         texts = [request.args[0] for request in requests]
         windows: list[Scored] = []
         owners = []
@@ -156,7 +156,9 @@ class MinillmLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text after each context, up to the first of its stop strings, an end token or its limit of tokens."""
+        """Return the text after each context, up to the first of its stop strings, an end token or its limit of
+        tokens.
+        """
         prompts, params = [], []
         for context, options in (request.args for request in requests):
             wanted = dict(normalize_gen_kwargs(options, OUTPUT_TOKENS))
@@ -176,7 +178,7 @@ class MinillmLM(TemplateLM):
         return [each.text for each in done]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as a prompt; without `add_generation_prompt`, the last message is to be continued."""
+        """Return the conversation as a prompt; without `add_generation_prompt`, the last message is to be continued."""
         text = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt)
         last = chat_history[-1]["content"].strip()
         return text if add_generation_prompt else text[: text.rindex(last) + len(last)]

@@ -33,7 +33,7 @@ def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, i
 
 
 def prompt_logprob(completion: Completion, position: int, token: int) -> float:
-    """The log-probability of a prompt's token at `position`, given the tokens before it.
+    """Return the log-probability of a prompt's token at `position`, given the tokens before it.
 
     Raises ValueError for the first position, or if the request had no `prompt_logprobs` or was aborted.
     """

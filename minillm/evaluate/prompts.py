@@ -16,7 +16,7 @@ LETTERS = "ABCD"
 
 
 def tokenizer_of(llm: "LLM") -> Tokenizer:
-    """The model's tokenizer. Raises ConfigError if it has none."""
+    """Return the model's tokenizer. Raises ConfigError if it has none."""
     if llm.tokenizer is None:
         raise ConfigError(
             "this model has no tokenizer to encode texts and questions with: name a directory with tokenizer.json"
@@ -25,12 +25,12 @@ def tokenizer_of(llm: "LLM") -> Tokenizer:
 
 
 def header(subject: str) -> str:
-    """The first line: what the questions are about."""
+    """Return the first line: what the questions are about."""
     return f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
 
 
 def question_block(row: Mapping[str, Any], answered: bool) -> str:
-    """A question, its options by letter, and "Answer:", with the letter if `answered`.
+    """Return a question, its options by letter, and "Answer:", with the letter if `answered`.
 
     row: MMLU's columns question, choices (four) and answer (0 to 3). Raises ConfigError for another number of choices.
     """
@@ -42,6 +42,6 @@ def question_block(row: Mapping[str, Any], answered: bool) -> str:
 
 
 def few_shot_prompt(row: Mapping[str, Any], examples: Iterable[Mapping[str, Any]] = ()) -> str:
-    """The header, the answered examples, and the question without its answer."""
+    """Return the header, the answered examples, and the question without its answer."""
     blocks = [question_block(example, answered=True) for example in examples]
     return header(row["subject"]) + "\n\n".join([*blocks, question_block(row, answered=False)])

@@ -30,7 +30,7 @@ def _datasets() -> ModuleType:
 def load_questions(
     source: str | Path | None = None, split: str = "test", subjects: Sequence[str] | None = None
 ) -> "Dataset":
-    """A `datasets.Dataset` with MMLU's columns: question, subject, choices (four), answer (0 to 3).  Lesson 05.
+    """Return a `datasets.Dataset` with MMLU's columns: question, subject, choices (four), answer (0 to 3).  Lesson 05.
 
     source    None: the embedded questions about the Tallow Isles (splits dev, asked and test); "cais/mmlu", or a
               folder in its layout (a configuration for each subject, and "all"; splits dev, validation and test)
@@ -63,7 +63,9 @@ def load_questions(
 
 
 def load_text(path: str | Path | None = None) -> str:
-    """A text to measure perplexity on; default: prose and stories of the Tallow Isles that training never saw."""
+    """Return a text to measure perplexity on; default: prose and stories of the Tallow Isles that training never
+    saw.
+    """
     rows = _datasets().load_dataset(
         "text", data_files=str(path or DATA / "text" / "held_out.txt"), split="train", sample_by="document"
     )
@@ -71,7 +73,7 @@ def load_text(path: str | Path | None = None) -> str:
 
 
 def load_trace(path: str | Path | None = None) -> "Dataset":
-    """A `datasets.Dataset` of requests, in order of arrival; default: the embedded trace.  Lesson 10.
+    """Return a `datasets.Dataset` of requests, in order of arrival; default: the embedded trace.  Lesson 10.
 
     Columns: arrival (seconds after the trace began), input_tokens (the shared prefix included), output_tokens,
     prefix_id (None: no shared prefix) and prefix_tokens.

@@ -98,7 +98,7 @@ def streaming(
 
 
 def _longer(model: str | Path | None, length: int) -> tempfile.TemporaryDirectory[str]:
-    """A copy of the model's directory that claims a context of `length` tokens."""
+    """Return a copy of the model's directory that claims a context of `length` tokens."""
     copy = tempfile.TemporaryDirectory(prefix="minillm-")
     shutil.copytree(resolve(model), copy.name, dirs_exist_ok=True)
     path = Path(copy.name) / "config.json"

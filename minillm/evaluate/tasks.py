@@ -34,7 +34,7 @@ class Task:
 
 
 def workloads(tasks: Sequence[str] = DEFAULT) -> list[Task]:
-    """The workloads of these tasks, loaded. Raises ConfigError for an unknown one; Unreachable, offline."""
+    """Return the workloads of these tasks, loaded. Raises ConfigError for an unknown one; Unreachable, offline."""
     loaded = []
     for task in tasks:
         if task == "text":
@@ -50,7 +50,7 @@ def workloads(tasks: Sequence[str] = DEFAULT) -> list[Task]:
 
 
 def held_out(task: str) -> Task:
-    """The one workload that compares models on a task's questions. Raises as `workloads` does."""
+    """Return the one workload that compares models on a task's questions. Raises as `workloads` does."""
     if task == "text":
         raise ConfigError("a comparison reads the text in any case: give a task that has questions, isles or mmlu")
     return Task("questions-held-out-0-shot", load_questions()) if task == "isles" else _of_mmlu(task)

@@ -43,7 +43,7 @@ class Logprob(float):
 
     @property
     def logprob(self) -> float:
-        """The number as a plain float."""
+        """Return the number as a plain float."""
         return float(self)
 
 

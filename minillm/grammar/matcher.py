@@ -107,7 +107,7 @@ class Grammars:
             self._thread.join()
 
     def matcher(self, kind: str, text: str) -> Matcher:
-        """A new matcher, at the grammar's start.
+        """Return a new matcher, at the grammar's start.
 
         kind: "json_schema" or "regex"; text: the schema as JSON, or the expression. Raises InvalidRequest if the
         grammar is wrong or too complex, or if the model's tokenizer does not suffice; MissingPackage.
@@ -190,7 +190,7 @@ def _compile(vocabulary: Vocabulary, tokenizer: Any, kind: str, text: str) -> Ma
 
 
 def _without_forcing(grammar: str, library: Any) -> str:
-    """The grammar with masks that are computed from the tokens' bytes alone."""
+    """Return the grammar with masks that are computed from the tokens' bytes alone."""
     (only,) = json.loads(grammar)["grammars"]
     text = only.get("lark_grammar") or f"start: %json {json.dumps(only['json_schema'])}"
     return str(library.LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text))

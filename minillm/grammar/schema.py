@@ -55,7 +55,9 @@ def step(pointer: str, *names: object) -> str:
 
 
 def _fragment(schema: Part, reference: str) -> str | None:
-    """The "#..." of a reference to the schema itself, which may call it by its $id; None: it names another document."""
+    """Return the "#..." of a reference to the schema itself, which may call it by its $id; None: it names another
+    document.
+    """
     if reference.startswith("#"):
         return reference
     own = schema.get("$id", "")
@@ -68,7 +70,7 @@ def _fragment(schema: Part, reference: str) -> str | None:
 
 
 def target(schema: Part, reference: Any) -> tuple[str, Part] | None:
-    """The part of `schema` that a reference names; None: it names none, or not by its place."""
+    """Return the part of `schema` that a reference names; None: it names none, or not by its place."""
     reference = _fragment(schema, reference) if isinstance(reference, str) else None
     if reference is None or not (reference == "#" or reference.startswith("#/")):
         return None
@@ -87,7 +89,7 @@ def target(schema: Part, reference: Any) -> tuple[str, Part] | None:
 
 
 def children(schema: Part, pointer: str, part: Part) -> Iterator[tuple[str, Part]]:
-    """The parts just below one, and the one that its $ref names."""
+    """Yield the parts just below one, and the one that its $ref names."""
     if not isinstance(part, dict):
         return
     for keyword, value in part.items():
@@ -102,7 +104,7 @@ def children(schema: Part, pointer: str, part: Part) -> Iterator[tuple[str, Part
 
 
 def parts(schema: Part) -> dict[str, dict[str, Any]]:
-    """The dictionaries among the parts of a schema, by their pointers."""
+    """Return the dictionaries among the parts of a schema, by their pointers."""
     by_pointer: dict[str, dict[str, Any]] = {}
     left = [("#", schema)]
     while left:
@@ -117,7 +119,7 @@ def parts(schema: Part) -> dict[str, dict[str, Any]]:
 
 
 def prepared(schema: Part, library: Any) -> Part:
-    """The schema as the library is to compile it; changed in place. Raises InvalidRequest."""
+    """Return the schema as the library is to compile it; changed in place. Raises InvalidRequest."""
     _check_multiples(schema)
     by_pointer = parts(schema)
     _check_expressions(by_pointer)
@@ -387,7 +389,7 @@ def _check_cycles(schema: Part, by_pointer: dict[str, dict[str, Any]]) -> None:
 
 
 def _contents(pointer: str, part: dict[str, Any]) -> list[str]:
-    """The parts of what every value of this type contains."""
+    """Return the parts of what every value of this type contains."""
     kind = part.get("type")
     if kind in ("object", ["object"]):
         listed = part.get("properties")
@@ -406,7 +408,7 @@ def _contents(pointer: str, part: dict[str, Any]) -> list[str]:
 
 
 def grammar(schema: Part, library: Any) -> str:
-    """The library's grammar for a schema. Raises ValueError."""
+    """Return the library's grammar for a schema. Raises ValueError."""
     with_options = schema | {"x-guidance": OPTIONS} if isinstance(schema, dict) else schema
     return str(library.LLMatcher.grammar_from_json_schema(json.dumps(with_options)))
 
@@ -430,7 +432,8 @@ _WORDS = (
 
 
 def blame(schema: Part, why: str, refused: Callable[[Part], str | None]) -> InvalidRequest:
-    """The refusal of a schema that the library does not take, which names the innermost part that it does not take.
+    """Return the refusal of a schema that the library does not take, which names the innermost part that it does not
+    take.
 
     why: what the library said of the whole. refused: what it says of another schema, None if it takes it.
     """
@@ -457,7 +460,7 @@ def blame(schema: Part, why: str, refused: Callable[[Part], str | None]) -> Inva
 
 
 def _moved(schema: Part) -> Part:
-    """A copy whose references hold when it stands under #/$defs/whole."""
+    """Return a copy whose references hold when it stands under #/$defs/whole."""
 
     def move(part: dict[str, Any]) -> dict[str, Any]:
         reference = part.get("$ref")
@@ -477,7 +480,9 @@ def _in_our_words(why: str) -> str:
 
 
 def literals(schema: Part) -> Iterator[tuple[str, str]]:
-    """The texts that a value may have to contain: names and constants, as JSON. With each, the part that has it."""
+    """Yield the texts that a value may have to contain: names and constants, as JSON. With each, the part that has
+    it.
+    """
     for pointer, part in parts(schema).items():
         for value in (*_names(part), part.get("const"), part.get("enum")):
             yield pointer, json.dumps(value, ensure_ascii=False)

@@ -37,7 +37,7 @@ class Vocabulary:
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens whose bytes, joined, are those of `text`: the tokenizer's own if possible.
+        """Return tokens whose bytes, joined, are those of `text`: the tokenizer's own if possible.
 
         A tokenizer may put a space before a text, normalize it, or take parts of it for special tokens. After a line
         break it encodes a text as the inside of a longer one. If that changes the text too, the longest tokens are
@@ -51,7 +51,7 @@ class Vocabulary:
         return self._longest_match(data)
 
     def missing(self, text: str) -> str | None:
-        """The first character of `text` without a token of its own."""
+        """Return the first character of `text` without a token of its own."""
         return next((character for character in text if character.encode() not in self._ids), None)
 
     def _last(self, ids: list[int], length: int) -> list[int]:

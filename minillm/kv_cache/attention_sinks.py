@@ -41,7 +41,7 @@ class Stream:
 
     @property
     def max_blocks(self) -> int:
-        """The most blocks that a row holds: those, and the block that is being filled."""
+        """Return the most blocks that a row holds: those, and the block that is being filled."""
         return self.sinks + self.window + 1
 
     @classmethod

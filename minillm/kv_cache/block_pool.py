@@ -40,12 +40,12 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The number of blocks that `allocate` can return now."""
+        """Return the number of blocks that `allocate` can return now."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """The number of cached blocks."""
+        """Return the number of cached blocks."""
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
@@ -81,7 +81,7 @@ class BlockPool:
                     self._free.append(block)
 
     def lookup(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of these keys. Adds no references."""
+        """Return the blocks of the longest known prefix of these keys. Adds no references."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -137,7 +137,7 @@ def prefix_keys(
     known: Sequence[bytes] = (),
     embeddings: Embeddings | None = None,
 ) -> list[bytes]:
-    """A key for each full block of `tokens`: a hash of its tokens and all tokens before it.  Lesson 09.
+    """Return a key for each full block of `tokens`: a hash of its tokens and all tokens before it.  Lesson 09.
 
     Equal keys mean equal prefixes, and so equal keys and values in the cache. cache_key: what else must be equal
     (`Request.cache_key`), which separates tenants and adapters. known: keys already computed for the first blocks.

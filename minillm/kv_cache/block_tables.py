@@ -36,11 +36,11 @@ class BlockTables:
     # ---- arithmetic
 
     def count(self, tokens: int) -> int:
-        """The number of blocks that `tokens` tokens fill in one group."""
+        """Return the number of blocks that `tokens` tokens fill in one group."""
         return -(-tokens // self.block_size)
 
     def most(self, tokens: int) -> int:
-        """The most blocks that a request of `tokens` tokens holds at one time, in all groups."""
+        """Return the most blocks that a request of `tokens` tokens holds at one time, in all groups."""
         return blocks_held(tokens, self.windows, self.block_size, self.chunk)
 
     def hidden(self, computed: np.ndarray) -> np.ndarray:
@@ -48,7 +48,7 @@ class BlockTables:
         return np.maximum(computed + 1 - self._reach, 0) // self.block_size
 
     def pending(self, computed: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """The most tokens of rows [n] that may run in one step."""
+        """Return the most tokens of rows [n] that may run in one step."""
         return known - computed
 
     def moved(self, rows: np.ndarray) -> np.ndarray | None:
@@ -60,7 +60,7 @@ class BlockTables:
         return full
 
     def of(self, row: int) -> np.ndarray:
-        """The blocks that a row holds, in all groups, in the order of their tokens."""
+        """Return the blocks that a row holds, in all groups, in the order of their tokens."""
         if not self.slides:
             return self.blocks[:, row, : self.held[0, row]].T.ravel()
         columns = np.arange(self.held[:, row].max())[:, None]
@@ -76,13 +76,13 @@ class BlockTables:
         return holders, self.blocks[groups, holders, columns]
 
     def _columns(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The columns of the blocks that rows [n] hold: (first, one after the last), both [groups, n]."""
+        """Return the columns of the blocks that rows [n] hold: (first, one after the last), both [groups, n]."""
         return self.gone[:, rows], self.held[:, rows]
 
     # ---- rows come and go
 
     def find_prefix(self, pool: BlockPool, keys: Sequence[bytes]) -> list[list[int]]:
-        """The blocks of the longest cached prefix that a row can continue from: [groups][blocks].
+        """Return the blocks of the longest cached prefix that a row can continue from: [groups][blocks].
 
         A group with a window needs only the blocks that the next query sees; -1 stands for those before them.
         """
@@ -106,7 +106,7 @@ class BlockTables:
         return [blocks[:count] for blocks in cached]
 
     def blocks_of(self, pool: BlockPool, key: bytes) -> list[int]:
-        """The cached or used blocks, of all groups, that hold the last block of the prefix `key`."""
+        """Return the cached or used blocks, of all groups, that hold the last block of the prefix `key`."""
         return [block for group in range(self.groups) for block in pool.lookup([group_key(key, group)])]
 
     def needed(self, known: int, shared: list[list[int]], count: int) -> tuple[np.ndarray, int]:
@@ -204,7 +204,9 @@ class BlockTables:
         self._changes.append((rows, columns, blocks))
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """The entries that changed since the last call: rows [m], columns [m], blocks [groups, m]; None: none."""
+        """Return the entries that changed since the last call: rows [m], columns [m], blocks [groups, m]; None:
+        none.
+        """
         if not self._changes:
             return None
         rows, columns, blocks = zip(*self._changes, strict=True)
@@ -221,7 +223,7 @@ class BlockTables:
 
 
 def group_key(prefix: bytes, group: int) -> bytes:
-    """A prefix's key in the pool, which has a block of its own for each group."""
+    """Return a prefix's key in the pool, which has a block of its own for each group."""
     return prefix + bytes([group])
 
 

@@ -27,30 +27,30 @@ class CacheSpec:
 
     @classmethod
     def of(cls, kv_cache_dtype: str, kv_heads: int, head_dim: int, dtype: torch.dtype) -> "CacheSpec":
-        """The format that the engine's option names; "auto" is the model's `dtype`. Raises ConfigError."""
+        """Return the format that the engine's option names; "auto" is the model's `dtype`. Raises ConfigError."""
         if kv_cache_dtype != "auto" and kv_cache_dtype not in DTYPES:
             raise ConfigError(f"kv_cache_dtype must be one of auto, {', '.join(DTYPES)}, not {kv_cache_dtype!r}")
         return cls(kv_heads, head_dim, DTYPES.get(kv_cache_dtype, dtype))
 
     @property
     def name(self) -> str:
-        """The format's name in records: "bfloat16", "int8", "fp8"."""
+        """Return the format's name in records: "bfloat16", "int8", "fp8"."""
         names = {dtype: name for name, dtype in DTYPES.items()}
         return names.get(self.dtype, str(self.dtype).removeprefix("torch."))
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
-        """The dtype of scales; None if the cache is not quantized."""
+        """Return the dtype of scales; None if the cache is not quantized."""
         return torch.float32 if self.dtype in LARGEST else None
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's key and value in one layer, with their scales."""
+        """Return bytes of a token's key and value in one layer, with their scales."""
         scale = 0 if self.scale_dtype is None else self.scale_dtype.itemsize
         return 2 * self.kv_heads * (self.head_dim * self.dtype.itemsize + scale)
 
     def allocate(self, blocks: int, block_size: int, device: torch.device) -> "LayerCache":
-        """An empty cache of `blocks` blocks of `block_size` tokens."""
+        """Return an empty cache of `blocks` blocks of `block_size` tokens."""
         # Zeros, because attention may multiply stale values by a probability of 0, and 0 * NaN is NaN.
         slots = (blocks, block_size, self.kv_heads)
         k, v = (_zeros((*slots, self.head_dim), self.dtype, device) for _ in "kv")
@@ -60,7 +60,9 @@ class CacheSpec:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros. On a CPU the system provides each page of memory, zeroed, only when it is first used."""
+    """Return a tensor of zeros. On a CPU the system provides each page of memory, zeroed, only when it is first
+    used.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros would write all pages now: a large cache would take its memory, and a second, before the first token.
@@ -132,5 +134,5 @@ def quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def indexable(tensor: Tensor) -> Tensor:
-    """The tensor, or its bytes for the 8-bit dtypes that torch cannot index."""
+    """Return the tensor, or its bytes for the 8-bit dtypes that torch cannot index."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -26,7 +26,7 @@ class LayerGroups:
 
     @classmethod
     def of(cls, windows: Sequence[int | None]) -> "LayerGroups":
-        """The groups of layers with these windows."""
+        """Return the groups of layers with these windows."""
         kinds: dict[int | None, list[int]] = {}
         for layer, window in enumerate(windows):
             kinds.setdefault(window, []).append(layer)
@@ -41,7 +41,7 @@ class LayerGroups:
 
 
 def blocks_held(tokens: int, windows: Sequence[int | None], block_size: int, chunk: int = 1) -> int:
-    """The most blocks that a request of `tokens` tokens holds at one time in groups with these windows.
+    """Return the most blocks that a request of `tokens` tokens holds at one time in groups with these windows.
 
     chunk: the most of its tokens that run in one step. From the first key that the first of them sees to the last that
     is written are `window - 1 + chunk` tokens, which may start and end anywhere in a block.
@@ -52,7 +52,9 @@ def blocks_held(tokens: int, windows: Sequence[int | None], block_size: int, chu
 
 
 def longest_held(blocks: int, windows: Sequence[int | None], block_size: int, chunk: int = 1) -> int:
-    """The most tokens, in whole blocks, of a request that holds at most `blocks` of them, if there is such a limit."""
+    """Return the most tokens, in whole blocks, of a request that holds at most `blocks` of them, if there is such a
+    limit.
+    """
     fitting = range(1, blocks + 2)
     whole = bisect_right(fitting, blocks, key=lambda count: blocks_held(count * block_size, windows, block_size, chunk))
     return whole * block_size

@@ -27,7 +27,7 @@ class BlockShare(NamedTuple):
     of: int  # devices: it holds every so many tokens from there
 
     def spec(self, whole: CacheSpec) -> CacheSpec:
-        """The format of the device's part of a cache."""
+        """Return the format of the device's part of a cache."""
         return whole if self.of == 1 else SplitSpec(whole.kv_heads, whole.head_dim, whole.dtype, self)
 
     def slots(self, slots: Tensor) -> Tensor:
@@ -49,11 +49,13 @@ class SplitSpec(CacheSpec):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that a token takes here: its own bytes, divided by the devices."""
+        """Return bytes that a token takes here: its own bytes, divided by the devices."""
         return -(-super().bytes_per_token // self.share.of)
 
     def allocate(self, blocks: int, block_size: int, device: torch.device) -> "SplitCache":
-        """An empty part of `blocks` blocks. block_size: of a whole block, a multiple of the number of devices."""
+        """Return an empty part of `blocks` blocks. block_size: of a whole block, a multiple of the number of
+        devices.
+        """
         own = super().allocate(blocks, block_size // self.share.of, device)
         return SplitCache(own.k, own.v, own.k_scale, own.v_scale, self.share)
 

@@ -32,7 +32,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model: those in its index, else model.safetensors, else all. Raises ConfigError."""
+    """Return the safetensors files of a model: those in its index, else model.safetensors, else all. Raises
+    ConfigError.
+    """
     if placed := _placed(directory):
         files = [directory / name for name in sorted(set(placed.values()))]
     elif (directory / "model.safetensors").is_file():
@@ -48,7 +50,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def _placed(directory: Path) -> dict[str, str]:
-    """Each tensor's file by the tensor's name, as an index says; empty without an index. Raises ConfigError."""
+    """Return each tensor's file by the tensor's name, as an index says; empty without an index. Raises ConfigError."""
     index = directory / INDEX
     if not index.is_file():
         return {}
@@ -70,7 +72,7 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """A safetensors file's table of contents: 8 bytes of length, JSON, then the tensors' bytes.
+    """Return a safetensors file's table of contents: 8 bytes of length, JSON, then the tensors' bytes.
 
     Format: https://huggingface.co/docs/safetensors (section Format). Raises ConfigError if the file is
     truncated.
@@ -127,7 +129,7 @@ def rows_at_once(entry: Entry) -> int:
 
 
 def buffer_bytes(entry: Entry, rows: int) -> int:
-    """The bytes of `rows` rows of a tensor, or of all if it has fewer."""
+    """Return the bytes of `rows` rows of a tensor, or of all if it has fewer."""
     return min(entry.nbytes, rows * (entry.nbytes // entry.shape[0])) if entry.nbytes else 0
 
 
@@ -142,7 +144,7 @@ class Pieces:
         self.window, self.buffer = buffer.numpy().data, buffer
 
     def __iter__(self) -> Iterator[Tensor]:
-        """All of it, `rows` rows at a time."""
+        """Return all of it, `rows` rows at a time."""
         return self._read(range(self.entry.shape[0] if self.entry.shape else 0))
 
     def part(self, rows: range, columns: range | None = None) -> Iterator[Tensor]:
@@ -196,7 +198,7 @@ def is_consistent(entry: Entry) -> bool:
 
 
 def overlapping(entries: Mapping[str, Entry]) -> tuple[str, str] | None:
-    """The names of two tensors that share bytes of a file, which the format forbids; None if there are none."""
+    """Return the names of two tensors that share bytes of a file, which the format forbids; None if there are none."""
     placed = sorted((each.file, each.start, each.nbytes, name) for name, each in entries.items() if each.nbytes)
     for (file, start, nbytes, name), (next_file, next_start, _, other) in pairwise(placed):
         if file == next_file and start + nbytes > next_start:

@@ -131,7 +131,7 @@ class Model:
             self.local_rotary = rotary_table(local, max_model_len, dtype=dtype, device=self.device)
 
     def forward(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """The final hidden states of the tokens in `batch.logits_index` (None: all): [samples, hidden].
+        """Return the final hidden states of the tokens in `batch.logits_index` (None: all): [samples, hidden].
 
         In the last stage of a pipeline; what the others return means nothing, as they send it to the next one.
         caches: one per layer; layers of different groups may share one, since they use different blocks. Each layer
@@ -152,7 +152,7 @@ class Model:
         return self.ops.normed(x, residual, self.final_norm, self.config.rms_norm_eps)[0]
 
     def embed(self, batch: Batch) -> Tensor:
-        """The residual stream before the first layer: [tokens, hidden]."""
+        """Return the residual stream before the first layer: [tokens, hidden]."""
         ids, rows, scale = batch.token_ids, self.local.vocab_size, self.embedding_scale
         if batch.embedded is not None:
             ids = ids.clamp(min=0)
@@ -240,24 +240,24 @@ class Model:
         return self.parallel.all_gather(self.own_logits(hidden))
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """The same of this rank's part of the vocabulary."""
+        """Return the same of this rank's part of the vocabulary."""
         cap = self.config.final_soft_cap
         logits = self.ops.lm_head(hidden, self.head, cap) if cap else self.ops.lm_head(hidden, self.head)
         return self.of_all_tokens(logits)
 
     def of_all_tokens(self, logits: Tensor) -> Tensor:
-        """The head's logits [samples, rows of the head] -> those of the vocabulary: [samples, vocab]."""
+        """Return the head's logits [samples, rows of the head] -> those of the vocabulary: [samples, vocab]."""
         if self.head_tokens is None:
             return logits
         whole = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
         return whole.index_copy_(1, self.head_tokens, logits)
 
     def norms(self) -> list[Tensor]:
-        """The weights of all norms. The loader adds the family's offset to them."""
+        """Return the weights of all norms. The loader adds the family's offset to them."""
         return [self.final_norm, *(getattr(layer, name) for layer in self.layers for name in self.layer_norms)]
 
     def addressed(self) -> dict[str, Weight]:
-        """Every weight that is here once, by its address in a recipe; a tied head is the embedding."""
+        """Return every weight that is here once, by its address in a recipe; a tied head is the embedding."""
         named = {"head": self.head} if self.head is self.embedding else {"embedding": self.embedding, "head": self.head}
         named = {address: weight for address, weight in named.items() if weight.shape[0]}
         for index, layer in zip(self.held, self.layers, strict=False):
@@ -265,21 +265,21 @@ class Model:
         return named
 
     def weights(self) -> Iterator[Weight]:
-        """Every weight that is here once; a tied head is the embedding."""
+        """Yield every weight that is here once; a tied head is the embedding."""
         yield from self.addressed().values()
 
     def tensors(self) -> list[Tensor]:
-        """All stored tensors, each once, without the rotary tables."""
+        """Return all stored tensors, each once, without the rotary tables."""
         return [*(tensor for weight in self.weights() for tensor in weight.stored()), *self.norms()]
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters; a tied head counts once."""
+        """Return the number of parameters; a tied head counts once."""
         biases = [weight.bias for weight in self.weights() if weight.bias is not None]
         numbers = sum(weight.shape.numel() for weight in self.weights())
         return numbers + sum(tensor.numel() for tensor in (*self.norms(), *biases))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters, without the rotary tables."""
+        """Return bytes of all parameters, without the rotary tables."""
         return sum(tensor.nbytes for tensor in self.tensors())

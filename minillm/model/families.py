@@ -97,7 +97,7 @@ def _attention_scale(raw: dict[str, Any]) -> float:
 
 
 def layer_windows(raw: dict[str, Any], window: int | None, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Each layer's window, from the config's `layer_types`; without those, layer i has a window if `slides(i)`.
+    """Return each layer's window, from the config's `layer_types`; without those, layer i has a window if `slides(i)`.
 
     An empty tuple if no layer has one. Raises ConfigError.
     """

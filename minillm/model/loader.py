@@ -155,7 +155,8 @@ def load_model(
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: str) -> str:
-    """The dtype that an engine's option names; "auto": float32 on a CPU, else the model's own. Raises ConfigError.
+    """Return the dtype that an engine's option names; "auto": float32 on a CPU, else the model's own. Raises
+    ConfigError.
 
     A GPU before Ampere has no bfloat16: "auto" takes another dtype there, and the log says so.
     """
@@ -185,7 +186,7 @@ def without_fp8(model: Model) -> str:
 
 
 def simulated(model: Model) -> dict[str, str]:
-    """The formats of a model's weights that are only for measuring accuracy, and why: {"nvfp4": ...}."""
+    """Return the formats of a model's weights that are only for measuring accuracy, and why: {"nvfp4": ...}."""
     formats = {weight.format.name: weight.format for weight in model.weights()}
     return {name: why for name, each in formats.items() if (why := getattr(each, "simulated", ""))}
 
@@ -196,12 +197,14 @@ def _gigabytes(config: ModelConfig, dtype: str, recipe: Recipe) -> float:
 
 
 def rounded(source: Path | str, layers: str | None, head: str | None) -> Recipe | None:
-    """The recipe of a model that is rounded while it is read: formats of its layers and its head, by their names."""
+    """Return the recipe of a model that is rounded while it is read: formats of its layers and its head, by their
+    names.
+    """
     return Recipe.uncalibrated(layers, head, layer_inputs(read_config(source)))
 
 
 def stored_recipe(config: ModelConfig, layout: Layout) -> Recipe:
-    """The format of each weight as a checkpoint stores it. If its modules have different formats, it is dense.
+    """Return the format of each weight as a checkpoint stores it. If its modules have different formats, it is dense.
 
     Raises ConfigError if their inputs, which they share, are quantized in different ways.
     """
@@ -224,12 +227,12 @@ def stored_recipe(config: ModelConfig, layout: Layout) -> Recipe:
 
 
 def read_config(source: Path | str) -> ModelConfig:
-    """The config of a model, given what `resolve` returned."""
+    """Return the config of a model, given what `resolve` returned."""
     return PRESETS[source] if isinstance(source, str) else ModelConfig.from_directory(source)
 
 
 def resolve_device(device: str) -> str:
-    """The device that an engine's option names; "auto": a GPU if torch finds one. Raises ConfigError."""
+    """Return the device that an engine's option names; "auto": a GPU if torch finds one. Raises ConfigError."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -238,7 +241,7 @@ def resolve_device(device: str) -> str:
 
 
 def resolve(model: str | Path | None) -> Path | str:
-    """The directory that `model` names, or a preset's name; None: the embedded model. Raises ConfigError.
+    """Return the directory that `model` names, or a preset's name; None: the embedded model. Raises ConfigError.
 
     model: a directory, a preset's name, or a name that `minillm.pretrained` finds a directory for.
     """
@@ -292,7 +295,7 @@ def destinations(model: Model, layout: Layout | None = None) -> dict[str, Destin
 
 
 def elsewhere(model: Model) -> tuple[str, ...]:
-    """The beginnings of names of tensors that only other stages of a pipeline need."""
+    """Return the beginnings of names of tensors that only other stages of a pipeline need."""
     found = [f"model.layers.{index}." for index in range(model.config.num_layers) if index not in model.held]
     weights = model.addressed()
     for address, parts in modules(model.config).items():
@@ -302,7 +305,7 @@ def elsewhere(model: Model) -> tuple[str, ...]:
 
 
 def named_norms(model: Model) -> dict[str, Tensor]:
-    """The weights of all norms by their names in the checkpoint. The model's contain the family's offset."""
+    """Return the weights of all norms by their names in the checkpoint. The model's contain the family's offset."""
     by_name = {"model.norm.weight": model.final_norm}
     for index, layer in zip(model.held, model.layers, strict=False):
         for norm, name in ARCHITECTURES[model.config.architecture].norms.items():

@@ -22,7 +22,9 @@ class Module:
 
 
 def shard(module: Module, rank: int, size: int) -> Shard:
-    """The rows and columns of a module that one of `size` GPUs holds. If it has fewer parts, several hold the same."""
+    """Return the rows and columns of a module that one of `size` GPUs holds. If it has fewer parts, several hold the
+    same.
+    """
     rows, columns = range(len(module.rows)), range(module.inputs)
     first, count = rank * module.parts // size, max(1, module.parts // size)
     length = len(columns if module.by_inputs else rows) // module.parts

@@ -49,7 +49,8 @@ class PipelineStage:
         return self.index == self.count - 1
 
     def layers(self, total: int) -> range:
-        """The range of a model's layers that is here. Early stages have one more than others, as the last has the head.
+        """Return the range of a model's layers that is here. Early stages have one more than others, as the last has
+        the head.
 
         Raises ConfigError if there are more stages than layers.
         """
@@ -61,7 +62,7 @@ class PipelineStage:
         return range(-(-self.index * total // self.count), -(-(self.index + 1) * total // self.count))
 
     def groups(self, whole: LayerGroups) -> LayerGroups:
-        """The same groups of layers, with the layers that are here: a block has room for no others."""
+        """Return the same groups of layers, with the layers that are here: a block has room for no others."""
         here = self.layers(len(whole.of_layer))
         found: list[tuple[int, int]] = []
         for group, _ in whole.of_layer[here.start : here.stop]:
@@ -93,7 +94,7 @@ class Parallel(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x. It may be computed in place."""
+        """Return the sum of all ranks' x. It may be computed in place."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
@@ -101,11 +102,11 @@ class Parallel(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' x [..., n], in the order of ranks: [..., size * n]."""
+        """Return all ranks' x [..., n], in the order of ranks: [..., size * n]."""
         ...
 
     def all_gather_pages(self, x: Tensor) -> Tensor:
-        """The x of the ranks that divide cache blocks with this one, in their order: [share.of, *x.shape]."""
+        """Return the x of the ranks that divide cache blocks with this one, in their order: [share.of, *x.shape]."""
         ...
 
     def exchange_pages(self, x: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ class Parallel(Protocol):
         ...
 
     def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers, those of other stages included."""
+        """Return the smallest of all ranks' numbers, those of other stages included."""
         ...
 
     def send(self, x: Tensor) -> None:
@@ -170,7 +171,7 @@ class OneDevice(Parallel):
 
 
 def all_reduce(x: Tensor, ranks: Parallel) -> Tensor:
-    """The sum of all ranks' x, in x's dtype: the same bits on all of them.  Lesson 14.
+    """Return the sum of all ranks' x, in x's dtype: the same bits on all of them.  Lesson 14.
 
     Added in the order of ranks, in float32 at least. So the sum of an element does not depend on where in x it is.
     """
@@ -183,7 +184,7 @@ def all_reduce(x: Tensor, ranks: Parallel) -> Tensor:
 
 
 def sharded_argmax(logits: Tensor, ranks: Parallel) -> tuple[Tensor, Tensor]:
-    """Each row's largest logit in the whole vocabulary, and its token: [rows] float64 and int64.  Lesson 14.
+    """Return each row's largest logit in the whole vocabulary, and its token: [rows] float64 and int64.  Lesson 14.
 
     logits: [rows, vocab / ranks], this rank's; the first rank has the first tokens. Of equal logits, the first token's
     is taken. The ranks tell each other two numbers a row. NaN is larger than all numbers, and its token is arbitrary.
@@ -233,7 +234,9 @@ def summed_normed_linear(
 def received(
     parallel: Parallel, embed: Callable[[], Tensor], ids: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor]:
-    """The inputs of the first layer that is here: these tokens' embedding, or what the stage before has `sent`."""
+    """Return the inputs of the first layer that is here: these tokens' embedding, or what the stage before has
+    `sent`.
+    """
     if parallel.stage.first:
         return None, embed()
     x, residual = parallel.receive(torch.empty(2, len(ids), config.hidden_size, dtype=dtype, device=ids.device))

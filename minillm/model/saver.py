@@ -68,7 +68,7 @@ def save_model(model: Model, source: Path, directory: Path, dtype: torch.dtype |
 
 
 def check_free(directory: Path) -> Path:
-    """The absolute path of a directory to write, symbolic links followed.
+    """Return the absolute path of a directory to write, symbolic links followed.
 
     Raises ConfigError unless it can be written without overwriting anything.
     """
@@ -89,7 +89,9 @@ def check_free(directory: Path) -> Path:
 
 
 def _formats(model: Model) -> dict[str, Format]:
-    """The format of each module. A tied head with quantized inputs is a module too, which has no tensors of its own."""
+    """Return the format of each module. A tied head with quantized inputs is a module too, which has no tensors of its
+    own.
+    """
     weights = model.addressed()
     formats = {part.name: weights[address].format for address, parts in modules(model.config).items() for part in parts}
     if model.head is model.embedding and model.head.activations is not None:
@@ -99,7 +101,7 @@ def _formats(model: Model) -> dict[str, Format]:
 
 
 def _tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors by their names in the checkpoint. They may share storage with the model."""
+    """Return all tensors by their names in the checkpoint. They may share storage with the model."""
     tensors: dict[str, Tensor] = {}
     weights = model.addressed()
     for address, parts in modules(model.config).items():
@@ -126,7 +128,9 @@ def _tensors(model: Model, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """A contiguous tensor on the CPU with a storage of its own, as safetensors needs; copied only if necessary."""
+    """Return a contiguous tensor on the CPU with a storage of its own, as safetensors needs; copied only if
+    necessary.
+    """
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

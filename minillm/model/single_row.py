@@ -73,7 +73,7 @@ class SingleRow:
         )
 
     def logits(self, batch: Batch, caches: list[LayerCache]) -> Tensor:
-        """The logits [1, vocab], in the model's dtype, of a batch with one decode row.
+        """Return the logits [1, vocab], in the model's dtype, of a batch with one decode row.
 
         Writes the row's keys and values to the caches. Raises ValueError without a decode row, and for a batch with
         adapters unless `takes_adapters`.
@@ -115,7 +115,7 @@ class SingleRow:
         return model.parallel.all_gather(model.of_all_tokens(logits))
 
     def _embedding(self, ids: Tensor) -> Tensor:
-        """The residual stream before the first layer [1, hidden]."""
+        """Return the residual stream before the first layer [1, hidden]."""
         model = self.model
         if self.inboxes is None:
             return model.ops.embedding(ids, model.embedding, model.embedding_scale)
@@ -124,13 +124,13 @@ class SingleRow:
         return self._received(0)
 
     def _term(self, weight: Weight, adapted: Adapted | None) -> LowRankTerm | None:
-        """The term that adapters add to the product of a weight; None if they add none."""
+        """Return the term that adapters add to the product of a weight; None if they add none."""
         if adapted is None or (factors := adapted.factors.get(id(weight))) is None:
             return None
         return LowRankTerm(adapted.slots, *factors, self.inner[id(weight)], self.step)
 
     def _summed(self, number: int, x: Tensor, matrix: Matrix, weight: Weight, adapted: Adapted | None) -> Tensor:
-        """A product of which each rank computes a part: [1, hidden]. number: which of a step's sums this is."""
+        """Return a product of which each rank computes a part: [1, hidden]. number: which of a step's sums this is."""
         if self.inboxes is None:
             return _product(x, matrix, self._term(weight, adapted), bias=weight.bias)[0]
         _product(x, matrix, bias=weight.bias, outbox=self._outbox(number))

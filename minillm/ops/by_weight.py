@@ -27,7 +27,7 @@ class ByWeight:
         self.__doc__, self.__wrapped__ = general.__doc__, general  # for `inspect.signature`
 
     def register(self, kind: type[Weight]) -> Callable[[Version], Version]:
-        """A decorator that registers an implementation for weights of this class."""
+        """Return a decorator that registers an implementation for weights of this class."""
 
         def keep(version: Version) -> Version:
             self.versions[kind] = version

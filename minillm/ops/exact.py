@@ -127,7 +127,7 @@ def prefill_attention(q: Tensor, cache: LayerCache, rows: Rows, options: Attenti
 
 
 def _chunks(cache: LayerCache, table: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values at positions `keys` [rows, chunks * KEYS] of rows with these blocks.
+    """Return the keys and values at positions `keys` [rows, chunks * KEYS] of rows with these blocks.
 
     k [chunks, rows, kv_heads, d, KEYS] and v [chunks, rows, kv_heads, KEYS, d], float32 or float64.
     """
@@ -175,7 +175,7 @@ def _attend(q: Tensor, query_at: Tensor, k: Tensor, v: Tensor, key_at: Tensor, o
 
 
 def _in_order(chunks: Tensor) -> Tensor:
-    """The sum along the first axis, one after the other."""
+    """Return the sum along the first axis, one after the other."""
     return reduce(torch.add, chunks.unbind())
 
 
@@ -184,7 +184,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def uneven(matrices: Iterable[Tensor]) -> Tensor | None:
-    """A matrix whose products with equal rows differ within a tile, on this machine; None: there is none."""
+    """Return a matrix whose products with equal rows differ within a tile, on this machine; None: there is none."""
     tried = set()
     for matrix in matrices:
         kind = (matrix.shape, matrix.stride(), matrix.dtype)

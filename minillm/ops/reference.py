@@ -18,7 +18,7 @@ from .signatures import AttentionOptions, LowRank, Rows, Truncation
 
 
 def embedding(ids: Tensor, weight: Weight, scale: float) -> Tensor:
-    """Rows of `weight` [vocab, hidden] for `ids` [tokens], times `scale`: [tokens, hidden].  Lesson 01."""
+    """Return rows of `weight` [vocab, hidden] for `ids` [tokens], times `scale`: [tokens, hidden].  Lesson 01."""
     return weight[ids] * scale
 
 
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual sum and its norm in one step: (rms_norm(x + residual), x + residual).  Lesson 03."""
+    """Return the residual sum and its norm in one step: (rms_norm(x + residual), x + residual).  Lesson 03."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -101,7 +101,7 @@ def write_kv(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
 
 
 def decode_attention(q: Tensor, cache: LayerCache, rows: Rows, options: AttentionOptions) -> Tensor:
-    """Each row's newest queries attend to its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
+    """Return each row's newest queries attend to its cached keys (Kwon et al. 2023, section 4.1).  Lessons 04, 09.
 
     q: [rows, queries, heads, d]. Query i of n is at position `length - n + i` of its row and sees the keys up to there,
     limited by `options`. A row of length 0 gives zeros; the contents of unused slots never matter. Returns the shape
@@ -196,6 +196,6 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor, truncation: Tru
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """Each row's most likely token [rows] int64; -1 as `sample` gives it. logits: [rows, vocab]."""
+    """Return each row's most likely token [rows] int64; -1 as `sample` gives it. logits: [rows, vocab]."""
     largest, token = logits.max(dim=-1)  # NaN if one of them is
     return torch.where(largest.abs() < torch.inf, token, -1)

@@ -29,7 +29,7 @@ class AttentionOptions:
     rotary: Tensor | None = None
 
     def keywords(self) -> dict[str, float | int | Tensor]:
-        """The options that are not None, by name."""
+        """Return the options that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -56,12 +56,12 @@ class Rows:
     def of_groups(
         cls, tables: Tensor, lengths: Tensor, query_start: Tensor, max_queries: int, whole: int = 0
     ) -> "tuple[Rows, ...]":
-        """The same rows in each layer group, whose block tables are tables [groups, rows, blocks]."""
+        """Return the same rows in each layer group, whose block tables are tables [groups, rows, blocks]."""
         return tuple(cls(table, lengths, query_start, max_queries, whole) for table in tables.unbind())
 
     @classmethod
     def decoding(cls, block_table: Tensor, lengths: Tensor, queries: int = 1) -> "Rows":
-        """Rows with `queries` queries each."""
+        """Return rows with `queries` queries each."""
         start = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device) * queries
         return cls(block_table, lengths, start, queries)
 
@@ -110,7 +110,7 @@ class Adapted:
     shared: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def only(self, tokens: Tensor) -> "Adapted":
-        """The same for some of the tokens, [n] int64."""
+        """Return the same for some of the tokens, [n] int64."""
         return Adapted(self.slots[tokens], self.factors)
 
 

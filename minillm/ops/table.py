@@ -29,7 +29,7 @@ OPTION_NAMES = ("max_queries", *(field.name for field in fields(AttentionOptions
 
 
 def names() -> tuple[str, ...]:
-    """The names of all operations."""
+    """Return the names of all operations."""
     return OPERATIONS
 
 
@@ -56,7 +56,9 @@ class OperationSet(Compositions):
 
     @classmethod
     def of(cls, device: str, exact: bool = False) -> Self:
-        """The set of one type of device. (The operations are attributes, which `Parts` sets: no method is abstract.)"""
+        """Return the set of one type of device. (The operations are attributes, which `Parts` sets: no method is
+        abstract.)
+        """
         return cls(device, exact)
 
     def replacement(self, name: str, function: Callable, used: Used, capturable: bool) -> Callable:
@@ -170,7 +172,7 @@ _lock = threading.RLock()
 
 
 def on(device: str, exact: bool = False) -> OperationSet:
-    """The operations of a device type ("cpu", "cuda"): one set per type, shared by all engines.  Lesson 00.
+    """Return the operations of a device type ("cpu", "cuda"): one set per type, shared by all engines.  Lesson 00.
 
     exact: the set that all engines with `exact=True` share.
     """
@@ -187,7 +189,9 @@ def _sets_here() -> list[Parts]:
 
 
 def table(device: str = "cpu", exact: bool = False) -> list[dict[str, str]]:
-    """Every operation as {"name", "runs", "why", "signature"}: which implementation runs, and why.  Lesson 00."""
+    """Return every operation as {"name", "runs", "why", "signature"}: which implementation runs, and why.  Lesson
+    00.
+    """
     operations = on(device, exact)
     return [
         {

@@ -54,7 +54,7 @@ class LinearOnCodes:
     unquantized: Callable[[Tensor, Any], Tensor] = reference.linear  # for weights that do not quantize their inputs
 
     def on_codes(self, x: Tensor, weight: Weight) -> tuple[Product, Rounding] | None:
-        """The product with codes of rows like x, and how to quantize them; None: there is no kernel for that."""
+        """Return the product with codes of rows like x, and how to quantize them; None: there is no kernel for that."""
         if weight.activations is None or x.dtype != weight.dtype or not x.numel():
             return None
         dtype = DTYPES[weight.activations.kind]
@@ -73,7 +73,9 @@ class LinearOnCodes:
 
 
 def on_codes(x: Tensor, weight: Weight) -> tuple[Product, Rounding] | None:
-    """The product that `linear` would compute from codes of x, and how x is quantized; None if it takes no codes."""
+    """Return the product that `linear` would compute from codes of x, and how x is quantized; None if it takes no
+    codes.
+    """
     version = linear.versions.get(type(weight))
     return version.on_codes(x, weight) if isinstance(version, LinearOnCodes) else None
 

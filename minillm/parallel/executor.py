@@ -154,13 +154,13 @@ class SentStep:
 
 
 def _sizes(share: int, stages: int) -> dict[str, int]:
-    """The options of more than 1 that divide the model, by their names."""
+    """Return the options of more than 1 that divide the model, by their names."""
     sizes = {"tensor_parallel_size": share, "pipeline_parallel_size": stages}
     return {name: size for name, size in sizes.items() if size > 1}
 
 
 def devices(device: str, share: int, stages: int) -> list[str]:
-    """The devices of all ranks: `share` for each stage. The first is `device`.
+    """Return the devices of all ranks: `share` for each stage. The first is `device`.
 
     Raises ConfigError if there are not as many.
     """

@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def checksum(results: Results) -> int:
-    """A number that differs, almost surely, if the tokens of a step do."""
+    """Return a number that differs, almost surely, if the tokens of a step do."""
     return zlib.crc32(results.tokens.tobytes())
 
 

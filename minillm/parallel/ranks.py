@@ -40,7 +40,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status; negative: the signal that ended it. Raises subprocess.TimeoutExpired."""
+        """Return the exit status; negative: the signal that ended it. Raises subprocess.TimeoutExpired."""
         ...
 
 
@@ -172,7 +172,7 @@ class Ranks:
         return self.take()
 
     def take(self) -> list[Any]:
-        """The values of the answers that `wait` has waited for."""
+        """Return the values of the answers that `wait` has waited for."""
         with self.whole():
             return [answer.value for each in self.members if isinstance(answer := each.inbox.popleft(), Answered)]
 

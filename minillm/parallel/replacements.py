@@ -21,12 +21,12 @@ ATTENTION = ("decode_attention", "prefill_attention")
 
 
 def in_ranks() -> tuple[Block, ...]:
-    """The blocks that replace something that ranks run; of these, the outermost first."""
+    """Return the blocks that replace something that ranks run; of these, the outermost first."""
     return tuple(block for block in overrides.blocks() if _ours(block))
 
 
 def packed(blocks: Sequence[Block], devices: Sequence[str], split_pages: int = 1) -> Replace:
-    """The message that makes ranks on these devices run the functions of all blocks.
+    """Return the message that makes ranks on these devices run the functions of all blocks.
 
     split_pages: decode_context_parallel_size. Raises OverrideError for what cannot be sent to another process, for what
     the ranks would not call, and on GPUs.

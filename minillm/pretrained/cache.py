@@ -51,7 +51,9 @@ class Origin:
 
 
 def origin(directory: Path) -> Origin | None:
-    """The origin of a converted model, or of a model that was quantized from one; None for any other directory."""
+    """Return the origin of a converted model, or of a model that was quantized from one; None for any other
+    directory.
+    """
     file = directory / ORIGIN
     if not file.is_file():
         return None
@@ -123,7 +125,7 @@ def build(target: Path, sha256: str, needed: int, fill: Callable[[Path], Origin]
 
 
 def not_writable(error: OSError) -> ConfigError:
-    """The error to raise when the cache cannot be written."""
+    """Return the error to raise when the cache cannot be written."""
     return ConfigError(
         f"the cache of models, {cache_directory()}, cannot be written: {error.strerror or error}. Free some space "
         "there, or set MINILLM_CACHE to another directory"
@@ -166,7 +168,9 @@ def _locked(file: Path, waits: Callable[[], None]) -> Iterator[None]:
 
 
 def model_name(directory: Path) -> str:
-    """The name by which clients and records know a model: its directory's, or org/name in the Hugging Face cache."""
+    """Return the name by which clients and records know a model: its directory's, or org/name in the Hugging Face
+    cache.
+    """
     folder, kind, _ = ("", "", "", *directory.parts)[-3:]
     if kind == "snapshots" and folder.startswith("models--"):
         return folder.removeprefix("models--").replace("--", "/")

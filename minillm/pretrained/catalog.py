@@ -37,7 +37,7 @@ class Offer:
 
     @property
     def needed_bytes(self) -> int:
-        """The most that lies on the disk at a time: the wheel and its file, then the file and the directory."""
+        """Return the most that lies on the disk at a time: the wheel and its file, then the file and the directory."""
         return self.bytes + max(self.wheel_bytes, self.stored_bytes)
 
     @property

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def directory(model: str | Path, shapes: Iterable[str] = ()) -> Path:
-    """The directory of a model that is not a directory's path: a name of the catalog, a GGUF file, org/name.
+    """Return the directory of a model that is not a directory's path: a name of the catalog, a GGUF file, org/name.
 
     shapes: other names that the caller knows, for the error. A GGUF file is converted the first time; a model of the
     Hugging Face Hub is fetched. Raises ConfigError.
@@ -59,7 +59,7 @@ def folder_of(offer: Offer) -> Path:
 
 
 def downloaded(offer: Offer) -> Path | None:
-    """The directory of a model of the catalog, if it is on this machine."""
+    """Return the directory of a model of the catalog, if it is on this machine."""
     try:
         folder = folder_of(offer)
     except ConfigError:  # there is no cache

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 
 def directory(file: Path) -> Path:
-    """The model of a GGUF file as a directory of the cache. It is converted if its content is not there yet.
+    """Return the model of a GGUF file as a directory of the cache. It is converted if its content is not there yet.
 
     Raises ConfigError for a file that is damaged or holds what the engine does not read; MissingPackage.
     """
@@ -97,7 +97,7 @@ def _say(line: str) -> None:
 
 
 def _name(file: Path) -> str:
-    """The name of a file's directory: its own, but never a hidden one, "." or "..", or too long."""
+    """Return the name of a file's directory: its own, but never a hidden one, "." or "..", or too long."""
     return file.stem.encode(errors="ignore")[:NAME_BYTES].decode(errors="ignore").strip(". ") or "model"
 
 
@@ -108,7 +108,9 @@ def _state(file: Path) -> tuple[int, int, int]:
 
 
 def _known_hash(file: Path, state: tuple[int, int, int]) -> str:
-    """The sha256 of a file; computed once for each path, size and time of change, since large files take seconds."""
+    """Return the sha256 of a file; computed once for each path, size and time of change, since large files take
+    seconds.
+    """
     identity = b"\n".join([os.fsencode(file), *(str(each).encode() for each in state)])
     known = cache.cache_directory() / "gguf" / f"{hashlib.sha256(identity).hexdigest()[:16]}.json"
     try:
@@ -143,7 +145,7 @@ def check_packages() -> None:
 
 
 def _checked(file: Path) -> "Header":
-    """The header of a file that can be converted. Raises ConfigError, which names what is not supported."""
+    """Return the header of a file that can be converted. Raises ConfigError, which names what is not supported."""
     from . import gguf_header
 
     header = gguf_header.check(file)
@@ -248,7 +250,7 @@ def _check_shape(file: Path, header: "Header") -> None:
 
 
 def _splits() -> tuple[str, ...]:
-    """The names of the ways to split text before byte-pair encoding that are known."""
+    """Return the names of the ways to split text before byte-pair encoding that are known."""
     check_packages()
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -335,7 +337,7 @@ def _write_tokenizer(target: Path, file: Path, metadata: Mapping[str, Any]) -> N
 
 
 def _ends(directory: Path, metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer: of the file's metadata, and those by whose text llama.cpp knows them.
+    """Return the tokens that end an answer: of the file's metadata, and those by whose text llama.cpp knows them.
 
     A file states one end of a text, and chat models also have an end of a turn.
     """
@@ -383,7 +385,7 @@ def _write_model(target: Path, file: Path, count: int, ends: list[int]) -> int:
 
 
 def _smallest(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The tensor in the fewest bits that hold its values exactly."""
+    """Return the tensor in the fewest bits that hold its values exactly."""
     import torch
 
     for dtype in (torch.bfloat16, torch.float16):

@@ -136,7 +136,7 @@ class Header:
 
     @property
     def quantization(self) -> str:
-        """The type that most elements of the matrices have, such as "Q4_1"."""
+        """Return the type that most elements of the matrices have, such as "Q4_1"."""
         matrices = [each for each in self.tensors.values() if len(each.shape) > 1] or list(self.tensors.values())
         elements: Counter[str] = Counter()
         for each in matrices:
@@ -145,7 +145,7 @@ class Header:
 
 
 def check(path: Path) -> Header:
-    """The header of a GGUF file, checked; the tensors' data are not read.  Lesson 05.
+    """Return the header of a GGUF file, checked; the tensors' data are not read.  Lesson 05.
 
     Raises ConfigError, which names the file, the byte, key or tensor, what is wrong with it, and the way out.
     """
@@ -208,7 +208,7 @@ class _File:
         return version
 
     def _count(self, what: str, least: int) -> int:
-        """A number of entries of at least so many bytes each."""
+        """Return a number of entries of at least so many bytes each."""
         count = self._number("<Q", f"the number of {what}")
         if count > MOST_ENTRIES:
             self._fail(f"it claims {count} {what}, and at most {MOST_ENTRIES} are supported", 8)
@@ -308,7 +308,7 @@ class _File:
         return tensors
 
     def _tensor(self, index: int, alignment: int) -> tuple[str, TensorInfo]:
-        """A tensor's name and where it is; `start` counts from the beginning of the data."""
+        """Return a tensor's name and where it is; `start` counts from the beginning of the data."""
         name = self._string(f"the name of tensor {index}", NAME_BYTES)
         tensor = f"the tensor {shown(name)}"
         if not name:

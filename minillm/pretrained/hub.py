@@ -62,7 +62,7 @@ def _is_name(name: str) -> bool:
 
 
 def snapshot(repository: str, *, revision: str | None = None, tokenizer_only: bool = False) -> Path:
-    """The directory of a model in the Hub's cache, after downloading what the cache lacks.  Lesson 00.
+    """Return the directory of a model in the Hub's cache, after downloading what the cache lacks.  Lesson 00.
 
     repository      "org/name" or "org/name@revision"
     revision        a branch, a tag or a commit; default: the main branch
@@ -97,7 +97,7 @@ def snapshot(repository: str, *, revision: str | None = None, tokenizer_only: bo
 
 
 def _parse(repository: str, revision: str | None) -> tuple[str, str]:
-    """A repository's name and its revision. Raises ConfigError."""
+    """Return a repository's name and its revision. Raises ConfigError."""
     if not isinstance(repository, str) or not is_repository(repository):
         raise ConfigError(
             f"a model on the Hugging Face Hub is named {FORM}, with letters, digits and -_. in its two parts, "
@@ -151,7 +151,7 @@ class _Model:
         return self.name if self.revision == MAIN else f"{self.name}@{self.revision}"
 
     def cached(self) -> Path | None:
-        """The snapshot of this revision in the cache, which may lack files."""
+        """Return the snapshot of this revision in the cache, which may lack files."""
         commit = self.revision
         if not _COMMIT.fullmatch(commit):
             try:
@@ -162,7 +162,9 @@ class _Model:
         return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 
     def listing(self) -> tuple[str, list[str]]:
-        """The commit that the revision stands for on the Hub, and the names of its files. Raises _Unavailable."""
+        """Return the commit that the revision stands for on the Hub, and the names of its files. Raises
+        _Unavailable.
+        """
         if self.offline:
             raise _Unavailable(
                 "HF_HUB_OFFLINE is set", f"unset it, or fetch the model where there is a network with `{self.command}`"
@@ -231,7 +233,7 @@ class _Model:
             )
 
     def _weights(self, names: Collection[str], folder: Path) -> list[str]:
-        """The safetensors files to load, chosen as the loader does. Raises ConfigError."""
+        """Return the safetensors files to load, chosen as the loader does. Raises ConfigError."""
         if INDEX not in names:
             return [SINGLE] if SINGLE in names else _of_kind(names, ".safetensors")
         weights = _in_index(folder)
@@ -320,7 +322,9 @@ class _Model:
 
 
 def _lacks(folder: Path, tokenizer_only: bool) -> list[str]:
-    """The files that a snapshot in the cache lacks to be loaded, as far as its own files say. Raises ConfigError."""
+    """Return the files that a snapshot in the cache lacks to be loaded, as far as its own files say. Raises
+    ConfigError.
+    """
     if tokenizer_only:
         return [] if (folder / TOKENIZER).is_file() else [TOKENIZER]
     lacks = [] if (folder / CONFIG).is_file() else [CONFIG]
@@ -333,7 +337,7 @@ def _lacks(folder: Path, tokenizer_only: bool) -> list[str]:
 
 
 def _in_index(folder: Path) -> list[str]:
-    """The files that a snapshot's index names. Raises ConfigError."""
+    """Return the files that a snapshot's index names. Raises ConfigError."""
     placed = read_json(folder / INDEX, ConfigError).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(name, str) for name in placed.values()):
         raise ConfigError(f"{folder / INDEX}: weight_map must give each tensor's file by its name, not {shown(placed)}")
@@ -341,7 +345,7 @@ def _in_index(folder: Path) -> list[str]:
 
 
 def _of_kind(names: Collection[str], ending: str) -> list[str]:
-    """The files with this ending, without those in folders, which hold the weights for other programs."""
+    """Return the files with this ending, without those in folders, which hold the weights for other programs."""
     return sorted(name for name in names if name.endswith(ending) and "/" not in name)
 
 

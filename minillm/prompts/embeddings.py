@@ -34,7 +34,7 @@ class Embeddings:
         return self.positions[first:after], self.values[first:after]
 
     def digest(self, start: int, end: int) -> bytes:
-        """A hash of the embeddings between two positions; b"" if there are none.
+        """Return a hash of the embeddings between two positions; b"" if there are none.
 
         The ids tell which positions have them, so with the ids it identifies what a model reads there.
         """
@@ -72,7 +72,7 @@ class EmbeddedPrompt:
 
 
 def precision(dtype: str) -> type[np.floating]:
-    """The dtype in which embeddings of a model are kept and hashed: float32 holds all values of shorter ones."""
+    """Return the dtype in which embeddings of a model are kept and hashed: float32 holds all values of shorter ones."""
     return np.float64 if dtype == "float64" else np.float32
 
 

@@ -55,7 +55,7 @@ class _Tensor(NamedTuple):
 
 
 def saved_length(rows: int, hidden_size: int) -> int:
-    """The most characters of base64 that a saved tensor of so many embeddings needs, whatever its dtype."""
+    """Return the most characters of base64 that a saved tensor of so many embeddings needs, whatever its dtype."""
     return -(-(rows * hidden_size * 8 + OVERHEAD) // 3) * 4
 
 
@@ -102,7 +102,7 @@ def _refuse(reason: str) -> InvalidRequest:
 
 
 def _archive(data: bytes) -> dict[str, memoryview]:
-    """The files of a zip archive in which nothing is compressed, by their names within its only folder.
+    """Return the files of a zip archive in which nothing is compressed, by their names within its only folder.
 
     Only the directory at its end counts. Zip64's own, which torch also writes, is for archives of over 4 GiB.
     """
@@ -139,7 +139,7 @@ def _archive(data: bytes) -> dict[str, memoryview]:
 
 
 def _described(files: dict[str, memoryview]) -> _Tensor:
-    """The tensor that data.pkl describes."""
+    """Return the tensor that data.pkl describes."""
     if "data.pkl" not in files:
         raise _refuse("its archive has no data.pkl")
     if len(files["data.pkl"]) > _PICKLE:

@@ -161,7 +161,9 @@ def quantize(weight: Tensor, format: Fp4) -> Codes:
 
 
 def power_of_two(largest: Tensor) -> Tensor:
-    """The scale of blocks with these largest weights, float32: the power of two that puts them between 3.5 and 7."""
+    """Return the scale of blocks with these largest weights, float32: the power of two that puts them between 3.5 and
+    7.
+    """
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
     exponent = exponent - 3 + (mantissa >= 0.875).int()
     exponent = torch.where(largest == 0, -127, exponent).clamp(-127, 127)
@@ -174,7 +176,7 @@ def from_exponents(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_exponents(scales: Tensor) -> Tensor:
-    """The inverse of `from_exponents`, for powers of two."""
+    """Return the inverse of `from_exponents`, for powers of two."""
     return scales.to(torch.float32).to(torch.float8_e8m0fnu).view(torch.uint8)
 
 
@@ -184,7 +186,7 @@ def stored_scales(scales: Tensor, format: Fp4) -> Tensor:
 
 
 def to_e2m1(x: Tensor) -> Tensor:
-    """The nearest value of e2m1, as float8_e4m3fn; larger numbers are clipped to 6.
+    """Return the nearest value of e2m1, as float8_e4m3fn; larger numbers are clipped to 6.
 
     Of two that are as near, the one whose mantissa bit is 0, as the specification says (6.3: roundTiesToEven). A
     negative number too small for 0.5 becomes -0.
@@ -207,7 +209,7 @@ def pack(values: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The inverse of `pack`: [rows, in / 2] uint8 -> [rows, in] float8_e4m3fn."""
+    """Undo `pack`: [rows, in / 2] uint8 -> [rows, in] float8_e4m3fn."""
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     size = codes & 7
     bits = torch.where(size >= 2, (size + 12) << 2, size * 0x30) | (codes >> 3 << 7)

@@ -28,7 +28,7 @@ GROUP_SIZES = (128, 64, 32)  # that are chosen by default
 
 
 def fitting_group_size(inputs: Iterable[int]) -> int:
-    """The largest of GROUP_SIZES that divides all these numbers of inputs; the smallest if none does."""
+    """Return the largest of GROUP_SIZES that divides all these numbers of inputs; the smallest if none does."""
     inputs = set(inputs)
     return next((size for size in GROUP_SIZES if not any(count % size for count in inputs)), GROUP_SIZES[-1])
 
@@ -186,5 +186,5 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The inverse of `pack`: [rows, in / 2] uint8 -> [rows, in] int8."""
+    """Undo `pack`: [rows, in / 2] uint8 -> [rows, in] int8."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(1).to(torch.int8) + LOWEST

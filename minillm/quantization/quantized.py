@@ -41,7 +41,7 @@ class QuantizedWeight(Weight):
 
     @abstractmethod
     def tensors(self) -> list[Tensor | None]:
-        """The tensors of codes, scales and zero points."""
+        """Return the tensors of codes, scales and zero points."""
 
     @abstractmethod
     def round(self, weight: Tensor) -> Codes:
@@ -49,11 +49,12 @@ class QuantizedWeight(Weight):
 
     @abstractmethod
     def rows(self, which: Tensor | slice) -> Codes:
-        """The codes of these rows."""
+        """Return the codes of these rows."""
 
     @cached_property
     def matrix(self) -> CodeMatrix | None:
-        """The codes as kernels read them, in the order of columns; None for formats and shapes that they do not read.
+        """Return the codes as kernels read them, in the order of columns; None for formats and shapes that they do not
+        read.
 
         It has the weight's memory, which is filled in place, so it is made once.
         """
@@ -161,7 +162,7 @@ class RowCodes(QuantizedWeight):
 
 
 def input_scale(activations: Activations | None, device: torch.device) -> Tensor | None:
-    """The tensor of a static scale, not yet filled."""
+    """Return the tensor of a static scale, not yet filled."""
     static = activations is not None and activations.static
     return torch.zeros(1, dtype=torch.float32, device=device) if static else None
 

@@ -64,7 +64,7 @@ class Recipe:
 
     @classmethod
     def uncalibrated(cls, layers: str | None, head: str | None, inputs: Iterable[int]) -> "Recipe | None":
-        """One format for all layers, and one for the head, by their names. None if neither is given.
+        """Return one format for all layers, and one for the head, by their names. None if neither is given.
 
         inputs: how many the layers' matrices have; groups of weights are as large as fits all of them.
         """
@@ -75,14 +75,14 @@ class Recipe:
         return cls(rules) if rules else None
 
     def format(self, address: str) -> Format:
-        """The format of the weight at an address."""
+        """Return the format of the weight at an address."""
         format = next((each for pattern, each in self.rules.items() if fnmatchcase(address, pattern)), Dense())
         assert not isinstance(format, (str, Mapping))  # since they were converted
         return format
 
 
 def weight_only(format: Format) -> Format:
-    """The same format with the inputs of products in full precision."""
+    """Return the same format with the inputs of products in full precision."""
     return format if format.activations is None else replace(cast(Any, format), activations=None)
 
 
@@ -108,7 +108,7 @@ def _format(pattern: str, rule: Format | str | Mapping[str, Any]) -> Format:
 
 
 def _activations(pattern: str, name: Any) -> Activations:
-    """An object, or its name: "int8", "fp8" or "fp8-static"."""
+    """Return an object, or its name: "int8", "fp8" or "fp8-static"."""
     if isinstance(name, Activations):
         return name
     if not isinstance(name, str) or name not in ACTIVATIONS:

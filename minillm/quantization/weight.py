@@ -19,13 +19,13 @@ class Shard(NamedTuple):
     columns: range
 
     def of(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The shard of a tensor. It is given and returned as slices of its first axis, in order."""
+        """Return the shard of a tensor. It is given and returned as slices of its first axis, in order."""
         if isinstance(pieces, Divisible):
             return pieces.part(self.rows, self.columns)
         return (piece[:, self.columns.start : self.columns.stop] for piece in self.rows_of(pieces))
 
     def rows_of(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The shard's rows of a tensor, with all columns."""
+        """Yield the shard's rows of a tensor, with all columns."""
         if isinstance(pieces, Divisible):
             yield from pieces.part(self.rows)
             return
@@ -72,7 +72,9 @@ class Codes:
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def cut(self, shard: Shard) -> "Codes":
-        """The codes of a shard. Raises ConfigError if its columns divide a group, or are stored in another order."""
+        """Return the codes of a shard. Raises ConfigError if its columns divide a group, or are stored in another
+        order.
+        """
         rows, columns = (slice(span.start, span.stop) for span in shard)
         zeros, order, divisor = self.zeros, self.order, self.global_scale
         scales = self.scales.expand(len(self.codes), -1)  # all rows of a checkpoint's tensor may share one
@@ -127,11 +129,11 @@ class Weight(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations, of products, and of what `dequantize` returns."""
+        """Return the dtype of activations, of products, and of what `dequantize` returns."""
         ...
 
     def dequantize(self) -> Tensor:
-        """The whole matrix [out, in], in `dtype`."""
+        """Return the whole matrix [out, in], in `dtype`."""
         ...
 
     def __getitem__(self, rows: Tensor) -> Tensor:
@@ -139,7 +141,7 @@ class Weight(Protocol):
         ...
 
     def stored(self) -> list[Tensor]:
-        """All tensors that the weight consists of, including its bias."""
+        """Return all tensors that the weight consists of, including its bias."""
         ...
 
     def load(self, name: str, rows: range, pieces: Iterable[Tensor], shard: Shard | None = None) -> None:
@@ -171,7 +173,7 @@ class Format(Protocol):
     simulated: ClassVar[str] = ""  # for a format that is only for measuring accuracy: why that is so
 
     def empty(self, out: int, inputs: int, bias: bool, *, dtype: torch.dtype, device: torch.device) -> Weight:
-        """An uninitialized weight, to be filled by `load`, `fill` or `randomize`. dtype: of activations.
+        """Return an uninitialized weight, to be filled by `load`, `fill` or `randomize`. dtype: of activations.
 
         Raises ConfigError if the format cannot store a matrix of this shape.
         """

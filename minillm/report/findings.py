@@ -29,12 +29,12 @@ PATTERNS = {
 
 
 def rows(record: Record, part: str, version: str | None = None) -> list[Row]:
-    """The results of a part, of all versions or of one."""
+    """Return the results of a part, of all versions or of one."""
     return [row for row in record["results"] if row["part"] == part and version in (None, row["version"])]
 
 
 def base(record: Record) -> str:
-    """The unquantized version that speeds are compared with."""
+    """Return the unquantized version that speeds are compared with."""
     return record["compared"][0]
 
 
@@ -44,7 +44,9 @@ def simulated(record: Record) -> set[str]:
 
 
 def offline(record: Record, version: str, workload: str, part: str = "offline") -> Row | None:
-    """A version's row of an offline workload, named by its first word; None also if its speed is rounded to 0."""
+    """Return a version's row of an offline workload, named by its first word; None also if its speed is rounded to
+    0.
+    """
     matching = [row for row in rows(record, part, version) if row["workload"].split("_")[0] == workload]
     return matching[0] if matching and matching[0]["output_tokens_per_s"] else None
 
@@ -55,17 +57,17 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in MB or GB."""
+    """Return bytes in MB or GB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def times(ratio: float) -> str:
-    """A ratio with two or three digits: 0.62, 1.4, 31."""
+    """Return a ratio with two or three digits: 0.62, 1.4, 31."""
     return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}" if ratio >= 1 else f"{ratio:.2f}"
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """A 95% confidence interval of a share of `count` answers (Wilson's, which holds close to 0 and 1 too)."""
+    """Return a 95% confidence interval of a share of `count` answers (Wilson's, which holds close to 0 and 1 too)."""
     z = Z_95**2 / count
     middle = (share + z / 2) / (1 + z)
     half = math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
@@ -321,7 +323,7 @@ def serving(record: Record) -> list[str]:
 
 
 def served(record: Record) -> str | None:
-    """The first version that was served."""
+    """Return the first version that was served."""
     return next((row["version"] for row in rows(record, "serving")), None)
 
 

@@ -78,7 +78,8 @@ class Measurements:
 def versions_of(
     llm: LLM, source: Path, settings: ReportSettings, options: Mapping[str, Any], usual: bool = False
 ) -> tuple[list[Version], dict[str, str]]:
-    """The unquantized version first, in the dtype that the engine computes in, then bf16, then those of the settings.
+    """Return the unquantized version first, in the dtype that the engine computes in, then bf16, then those of the
+    settings.
 
     llm: the unquantized one. usual: whether these are the defaults. Of those, methods that do not fit are left out, and
     the second result says why. Raises ConfigError for a name that is no method, no recipe file and no directory, for a
@@ -138,7 +139,7 @@ def measure(
     options: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
 ) -> Measurements:
-    """All parts of all versions. source: the unquantized model's directory. say: called before each version.
+    """Return all parts of all versions. source: the unquantized model's directory. say: called before each version.
 
     Raises ConfigError for a task that does not exist.
     """
@@ -178,7 +179,7 @@ def measure(
 def _reference(
     taken: Measurements, source: Path, questions: Task, settings: ReportSettings, options: Mapping[str, Any]
 ) -> Comparison | None:
-    """The model in float32 with its answers; None if they could not be had."""
+    """Return the model in float32 with its answers; None if they could not be had."""
     with taken.part("quality", REFERENCE), LLM(source, **in_float32(options)) as llm:
         comparison = Comparison(llm, source, questions, settings.limit, settings.tokens)
         taken.add("quality", REFERENCE, comparison.row)
@@ -224,7 +225,7 @@ def _serving(taken: Measurements, version: Version, directory: Path, settings: R
 
 
 def comparable(served: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Rows of a server; without steady states unless all have one: whole runs compare only with whole runs."""
+    """Return rows of a server; without steady states unless all have one: whole runs compare only with whole runs."""
     if all(row.get("steady") for row in served):
         return served
     return [row | {"steady": None} for row in served]

@@ -57,7 +57,7 @@ ABSENT = {"versions": "all methods", "served": "the unquantized one", "price": "
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """The page of a record of `minillm report`. Everything that it says comes from the record."""
+    """Return the page of a record of `minillm report`. Everything that it says comes from the record."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("minillm", "report")

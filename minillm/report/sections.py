@@ -45,12 +45,12 @@ class Section:
 
 
 def sections(record: Record) -> list[Section]:
-    """All sections after the summary, in order. A section without figures still says why it has none."""
+    """Return all sections after the summary, in order. A section without figures still says why it has none."""
     return [_model(record), _accuracy(record), _sizes(record), _speed(record), _serving(record), _cost(record)]
 
 
 def summary(record: Record, every: Iterable[Section]) -> list[str]:
-    """The first sentences of each section, what makes speeds doubtful, and how much could not be measured."""
+    """Return the first sentences of each section, what makes speeds doubtful, and how much could not be measured."""
     says = [sentence for section in every for sentence in section.says[: LED_BY.get(section.key, 1)]]
     says += findings.origin(record) + findings.cautions(record)
     failed = len(record["failures"])
@@ -243,7 +243,7 @@ def _section(
     drawn: Sequence[Picture],
     parts: Sequence[str],
 ) -> Section:
-    """A section with the failures of its parts that are in no row of its tables."""
+    """Return a section with the failures of its parts that are in no row of its tables."""
     told = {line[0] for table in tables for line in table.lines if len(line) == 2}
     failed = [
         f"{each['version']}: {each['error']}"
@@ -256,7 +256,7 @@ def _section(
 def _lines(
     record: Record, names: Iterable[str], parts: Sequence[str], cells: Callable[[str], list[str]]
 ) -> list[list[str]]:
-    """A row for each version: its cells, or why there are none."""
+    """Return a row for each version: its cells, or why there are none."""
     lines = []
     for name in names:
         own = cells(name)

@@ -74,7 +74,7 @@ def settle(
     served: Sequence[str] = (),
     price: float | None = None,
 ) -> ReportSettings:
-    """The settings for a model and a device; what is given replaces the default.
+    """Return the settings for a model and a device; what is given replaces the default.
 
     context: tokens that the model reads at most. speed: prompt tokens it reads per second here: a quick report of a
     slow model asks fewer questions, reads less text and sends fewer requests, so that it ends in about ten minutes.

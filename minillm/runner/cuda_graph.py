@@ -37,7 +37,7 @@ class ToSample(NamedTuple):
         return cls(logits, prepared["temperature"], prepared["uniform"], truncation, prepared["scored"])
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor changed."""
+        """Return the same with every tensor changed."""
         truncation = Truncation(*map(change, self.truncation))
         logits, temperature, uniform, scored = map(change, (self.logits, self.temperature, self.uniform, self.scored))
         return type(self)(logits, temperature, uniform, truncation, scored)
@@ -106,16 +106,16 @@ class Graphs(Protocol[Shape]):
 
     @property
     def largest(self) -> Shape:
-        """The shape in whose memory the graphs of all others fit."""
+        """Return the shape in whose memory the graphs of all others fit."""
         ...
 
     @property
     def count(self) -> int:
-        """The number of shapes: the most graphs of this kind."""
+        """Return the number of shapes: the most graphs of this kind."""
         ...
 
     def fits(self, step: Step) -> Shape | None:
-        """The smallest shape that has room for the step. Returns None if no graph of this kind can run it."""
+        """Return the smallest shape that has room for the step. Returns None if no graph of this kind can run it."""
         ...
 
     def replay(self, step: Step, shape: Shape) -> Replayed | None:
@@ -123,7 +123,7 @@ class Graphs(Protocol[Shape]):
         ...
 
     def capture(self, shape: Shape) -> Graph:
-        """The graph of this shape, captured now if necessary."""
+        """Return the graph of this shape, captured now if necessary."""
         ...
 
     def rehearse(self, shape: Shape) -> None:
@@ -190,7 +190,7 @@ def capture(step: Callable[[], ToSample], out: Tensor, other: torch.cuda.CUDAGra
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """A tensor over the same memory that does not own it, so the pool may give the memory to other graphs too.
+    """Return a tensor over the same memory that does not own it, so the pool may give the memory to other graphs too.
 
     Read it only on the same stream, after a replay of its own graph and before the next replay of any graph in the
     pool, and only while its graph exists: the pool's memory is freed with its last graph.

@@ -58,7 +58,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
         self._sent = NOTHING
 
     def width(self, blocks: int) -> int:
-        """The padded width, in blocks, of a block table whose longest row has `blocks`."""
+        """Return the padded width, in blocks, of a block table whose longest row has `blocks`."""
         return min(max(1 << (blocks - 1).bit_length(), 16), self.state.block_table.shape[2])
 
     def inputs(self, size: int) -> Tensor:
@@ -131,7 +131,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
         self._sample(inputs, self._logits(inputs, shape), torch.empty_like(inputs[0]))
 
     def capture(self, shape: DecodeShape) -> Graph:
-        """The graph of this shape, captured now if necessary."""
+        """Return the graph of this shape, captured now if necessary."""
         size, have = shape.rows, self.captured.decodes
         if shape in have:
             return have[shape]
@@ -153,7 +153,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
         return graph
 
     def _logits(self, inputs: Tensor, shape: DecodeShape) -> ToSample:
-        """The logits of each token, and what to sample them with. inputs: as `inputs` returns them."""
+        """Return the logits of each token, and what to sample them with. inputs: as `inputs` returns them."""
         state, model, (rows, positions, host_tokens) = self.state, self.model, inputs.unbind()
         count = len(rows)
         prepared = decode_step.prepare(

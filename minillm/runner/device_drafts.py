@@ -112,7 +112,7 @@ class DeviceDrafts:
         return before, accepted, found
 
     def arrived(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Tokens [n] that a captured step has written to these positions of the rows."""
+        """Return tokens [n] that a captured step has written to these positions of the rows."""
         return self.state.read(rows, positions)
 
 
@@ -149,7 +149,7 @@ class LookupStep(LaunchedStep):
 
 
 def look_up(tokens: Tensor, lengths: Tensor, counts: Tensor, most: int) -> Tensor:
-    """The drafts of rows [n, most] int64, -1 for none, as `speculation.NgramProposer` drafts them.
+    """Return the drafts of rows [n, most] int64, -1 for none, as `speculation.NgramProposer` drafts them.
 
     tokens: [n, longest], of which the first lengths [n] are the row's. counts: [n] drafts that each may have.
     """
@@ -175,7 +175,7 @@ def accept(drafts: Tensor, sampled: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The numbers that `sampler.uniforms` has for these seeds and positions [n] int64, on the device."""
+    """Return the numbers that `sampler.uniforms` has for these seeds and positions [n] int64, on the device."""
     return (_shifted(_mix(_mix(seeds) + positions), 40).double() * 2.0**-24).float()
 
 

@@ -239,7 +239,7 @@ class DraftModel:
 
 
 def loaded(config: DeviceConfig, target: ModelConfig, tokenizer: Tokenizer | None) -> DraftModel | None:
-    """The draft model that the option `speculate` names; None if it names none. Raises ConfigError."""
+    """Return the draft model that the option `speculate` names; None if it names none. Raises ConfigError."""
     if config.speculate in ("off", *PROPOSERS):
         if config.speculate_head is not None:
             raise ConfigError(f"speculate_head is for a draft model, and speculate={config.speculate!r} has none")
@@ -288,7 +288,7 @@ def check_same_tokenizer(draft: Path | str, own: Tokenizer | None) -> None:
 
 
 def head_tokens(draft: Path | str, file: str | None, vocab_size: int) -> list[int] | None:
-    """The tokens that the draft's head has, in ascending order; None: all.
+    """Return the tokens that the draft's head has, in ascending order; None: all.
 
     file: a JSON list of token ids; default: the one in the draft's directory, if there is one. Raises ConfigError.
     """

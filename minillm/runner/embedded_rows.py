@@ -23,7 +23,7 @@ class EmbeddedRows:
             self._of[new.row] = new.embeddings
 
     def take(self, step: Step) -> tuple[np.ndarray, np.ndarray] | None:
-        """The tokens of a step that have embeddings: their indices in the batch [m], and these [m, hidden].
+        """Return the tokens of a step that have embeddings: their indices in the batch [m], and these [m, hidden].
 
         None: it has no such tokens.
         """

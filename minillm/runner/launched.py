@@ -26,7 +26,7 @@ class Results:
     looked_up: np.ndarray | None = None  # [samples]: drafts that the device has found; None: those of the step
 
     def known(self) -> list[list[int]]:
-        """The tokens of each sampling row that are kept."""
+        """Return the tokens of each sampling row that are kept."""
         # As lists, which are faster here than arrays: a step has up to a thousand rows, of a token or two each.
         pairs = zip(self.tokens.tolist(), self.accepted.tolist(), strict=True)
         return [[token for token in tokens[:accepted] if token >= 0] for tokens, accepted in pairs]

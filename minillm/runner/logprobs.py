@@ -105,7 +105,7 @@ def of_sampled(
 
 
 def arrived(state: RowState, rows: np.ndarray, positions: np.ndarray, vocab: int) -> list[ArrivedScores]:
-    """The same for rows [n] that a captured step scores, of tokens at these positions [n]."""
+    """Return the same for rows [n] that a captured step scores, of tokens at these positions [n]."""
     wanted = state.logprobs[rows]
     return [
         ArrivedScores(state, rows[wanted == k], positions[wanted == k], min(int(k), vocab) + 1)

@@ -30,16 +30,16 @@ class LookupGraphs:
 
     @property
     def count(self) -> int:
-        """The number of shapes: the most graphs of this kind."""
+        """Return the number of shapes: the most graphs of this kind."""
         return self.decodes.count
 
     def fits(self, step: Step) -> DecodeShape | None:
-        """The smallest shape that has room for the step, None if none has."""
+        """Return the smallest shape that has room for the step, None if none has."""
         shape = self.decodes.fits(step) if self.decodes.sampling else None
         return None if shape is None else shape._replace(lookup=True)
 
     def inputs(self, size: int) -> Tensor:
-        """Rows, counts and host_lengths of a graph of this size, [3, size] int64, as `look_up` takes them."""
+        """Return rows, counts and host_lengths of a graph of this size, [3, size] int64, as `look_up` takes them."""
         return self._inputs[: 3 * size].view(3, size)
 
     def replay(self, step: Step, shape: DecodeShape) -> Replayed:
@@ -67,7 +67,7 @@ class LookupGraphs:
 
     @torch.inference_mode()
     def capture(self, shape: DecodeShape) -> Graph:
-        """The graph of this shape, captured now if necessary."""
+        """Return the graph of this shape, captured now if necessary."""
         size, captured = shape.rows, self.decodes.captured
         if shape in captured.decodes:
             return captured.decodes[shape]

@@ -85,16 +85,18 @@ class Memory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block across all layers of a group that are here."""
+        """Return bytes of one block across all layers of a group that are here."""
         return self.model.groups.size * self.state.block_size * self.spec.bytes_per_token
 
     @property
     def longest(self) -> int:
-        """The most tokens of a request that a row and its block table have room for."""
+        """Return the most tokens of a request that a row and its block table have room for."""
         return min(self.state.longest, self.state.block_table.shape[2] * self.state.block_size)
 
     def allocate(self, blocks: int) -> list[LayerCache]:
-        """One cache per layer. Layers with the same index in their groups share one: a block belongs to one group."""
+        """Return one cache per layer. Layers with the same index in their groups share one: a block belongs to one
+        group.
+        """
         groups, device = self.model.groups, self.state.device
         try:
             made = [self.spec.allocate(blocks, self.state.block_size, device) for _ in range(groups.size)]
@@ -106,7 +108,7 @@ class Memory:
         return [made[index] for _, index in groups.of_layer]
 
     def blocks_that_fit(self, config: DeviceConfig, request: int, least: int, make_graphs: MakeGraphs) -> int:
-        """The requested number of blocks, or as many as fit in memory, up to what all rows need at full length.
+        """Return the requested number of blocks, or as many as fit in memory, up to what all rows need at full length.
 
         The same for all ranks. request, least: blocks of one request of full length, and of the shortest. Raises
         ConfigError.
@@ -114,7 +116,7 @@ class Memory:
         return self.model.parallel.least(self._blocks_here(config, request, least, make_graphs))
 
     def _blocks_here(self, config: DeviceConfig, request: int, least: int, make_graphs: MakeGraphs) -> int:
-        """The same on this device alone."""
+        """Return the same on this device alone."""
         most = config.num_blocks or config.max_num_seqs * request
         if self.state.device.type != "cuda":
             return most if config.num_blocks else min(most, max(CPU_CACHE_BYTES // self.block_bytes, least))
@@ -125,7 +127,7 @@ class Memory:
         return budget.blocks(most, least, self.block_bytes, config)
 
     def workspace(self, config: DeviceConfig) -> int:
-        """Bytes that the largest step needs in addition to weights and cache, measured by running one.
+        """Return bytes that the largest step needs in addition to weights and cache, measured by running one.
 
         Raises ConfigError.
         """
@@ -155,8 +157,9 @@ class Memory:
         return True
 
     def step_bytes(self, count: int, most_rows: int) -> int:
-        """Bytes that a step of `count` tokens needs, with as many rows as possible, an adapter of each, if there may be
-        any, and every sampling option except log-probabilities."""
+        """Return bytes that a step of `count` tokens needs, with as many rows as possible, an adapter of each, if there
+        may be any, and every sampling option except log-probabilities.
+        """
         state, rows, longest = self.state, min(most_rows, count), self.longest
         queries = np.full(rows, min(count // rows, longest), np.int32)
         ids = np.arange(rows, dtype=np.int32)
@@ -178,7 +181,9 @@ class Memory:
             state.sampling.general[:] = False
 
     def graphs(self, make_graphs: MakeGraphs) -> int:
-        """Bytes that CUDA graphs will need. They share a memory pool, whose size the largest graph determines."""
+        """Return bytes that CUDA graphs will need. They share a memory pool, whose size the largest graph
+        determines.
+        """
         kept = 0
 
         def run(caches: list[LayerCache]) -> None:
@@ -193,7 +198,7 @@ class Memory:
 
     @torch.inference_mode()
     def reserved_by(self, run: Callable[[list[LayerCache]], None]) -> int:
-        """The growth in bytes of torch's peak reserved memory during `run`, which gets caches of one block."""
+        """Return the growth in bytes of torch's peak reserved memory during `run`, which gets caches of one block."""
         device, caches = self.state.device, self.allocate(1)
         try:
             torch.cuda.empty_cache()

@@ -26,7 +26,8 @@ GENERAL_AT_ONCE = 256  # rows adjusted at a time: with Gemma's vocabulary each t
 
 
 def uniforms(mixed_seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position): a counter-based generator (SplitMix64, Steele et al. 2014).
+    """Return one number in [0, 1) for each (seed, position): a counter-based generator (SplitMix64, Steele et al.
+    2014).
 
     mixed_seeds: [n] uint64, what `mix` makes of the seeds; positions: [n] int. The number depends on nothing else, so a
     seeded request draws the same numbers alone, in any batch, and after preemption. Numbers have 24 bits, the precision
@@ -96,7 +97,7 @@ class Sampler:
         return len(general) > 0
 
     def _copied(self, logits: Tensor, indices: np.ndarray) -> Tensor:
-        """A copy of some rows of the logits, at least in float32."""
+        """Return a copy of some rows of the logits, at least in float32."""
         first, count = int(indices[0]), len(indices)
         if np.array_equal(indices, np.arange(first, first + count)):
             return widened(logits[first : first + count], copy=True)
@@ -159,7 +160,7 @@ class Sampler:
         return self.state.to_device(array)
 
     def _asked(self, neutral: Mapping[str, float], rows: np.ndarray, dtype: torch.dtype) -> list[Tensor] | None:
-        """A column [n, 1] of each of these parameters; None if all rows have the neutral values."""
+        """Return a column [n, 1] of each of these parameters; None if all rows have the neutral values."""
         values = np.stack([self.state.sampling.shaping[name][rows] for name in neutral])
         if (values == np.array(list(neutral.values()))[:, None]).all():
             return None

@@ -49,7 +49,7 @@ class SamplingColumns:
         self.shaping["top_k"][row] = max(self.shaping["top_k"][row], 0)  # -1 means none, too
 
     def of(self, rows: Sequence[int]) -> np.ndarray:
-        """The temperature, min_p, top_k and top_p of each row: [n, 4] float32."""
+        """Return the temperature, min_p, top_k and top_p of each row: [n, 4] float32."""
         columns = np.stack([self.temperature, *(self.shaping[name] for name in TRUNCATION)], axis=1)
         return columns[np.array(rows)].astype(np.float32)
 
@@ -63,6 +63,6 @@ def mix(z: Any) -> Any:
 
 
 def derived_seed(seed: int, count: int) -> int:
-    """The seed of request number `count`, if it sets none, in an engine seeded with `seed`."""
+    """Return the seed of request number `count`, if it sets none, in an engine seeded with `seed`."""
     mixed = mix(mix(np.array([seed]).astype(np.uint64)) + np.uint64(count))
     return int(mixed.astype(np.int64)[0])

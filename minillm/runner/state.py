@@ -59,7 +59,7 @@ class RowState:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a request that a row has room for."""
+        """Return the most tokens of a request that a row has room for."""
         return self.tokens.shape[1] - 1
 
     def update(self, step: Step) -> None:
@@ -100,7 +100,7 @@ class RowState:
         self.parameters[rows] = self.to_device(self._parameters([new.row for new in new_rows]))
 
     def _parameters(self, rows: Sequence[int]) -> np.ndarray:
-        """The columns of `parameters` for these rows: [n, 5] float32.
+        """Return the columns of `parameters` for these rows: [n, 5] float32.
 
         Rows whose logits are adjusted get no token from a captured step: they have the neutral values.
         """
@@ -125,11 +125,13 @@ class RowState:
         return tokens
 
     def read(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Tokens [n] int64 that a captured step wrote to these positions of the rows; on a GPU, after it has run."""
+        """Return tokens [n] int64 that a captured step wrote to these positions of the rows; on a GPU, after it has
+        run.
+        """
         return self.arrived.numpy()[rows, positions % self.arrived.shape[1]].astype(np.int64)
 
     def read_scores(self, rows: np.ndarray, positions: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and log-probabilities, [n, count], that a captured step wrote with these tokens."""
+        """Return the ids and log-probabilities, [n, count], that a captured step wrote with these tokens."""
         at = positions % self.arrived.shape[1]
         return self.arrived_ids.numpy()[rows, at, :count], self.arrived_scores.numpy()[rows, at, :count]
 

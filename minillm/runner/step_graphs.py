@@ -91,7 +91,7 @@ class StepGraphs:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that all graphs together keep outside their pool."""
+        """Return bytes that all graphs together keep outside their pool."""
         counts = [graphs.count for graphs in self.kinds] + [self.lookups.count if self.lookups is not None else 0]
         return CAPTURE_BYTES + GRAPH_BYTES * sum(counts)
 

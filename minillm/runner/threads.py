@@ -52,7 +52,9 @@ class Threads:
 
     @classmethod
     def of(cls, config: DeviceConfig, others: OtherPrograms) -> Self:
-        """The threads of an engine with these options. With `exact` their number is fixed: sums may depend on it."""
+        """Return the threads of an engine with these options. With `exact` their number is fixed: sums may depend on
+        it.
+        """
         steady = min(torch.get_num_threads(), cores.available()) if config.exact else None
         return cls(config.cpu_threads or steady, others)
 
@@ -73,7 +75,7 @@ class Threads:
                 self._adapt(self._others.measure(), 1.0)
 
     def _free(self) -> int:
-        """The number of cores that other programs leave free, at least one."""
+        """Return the number of cores that other programs leave free, at least one."""
         age = self._others.age
         if age >= EVERY:
             used = self._others.measure()

@@ -144,7 +144,7 @@ class CheckedPool:
         self.part.register(block, key)
 
     def forget(self, blocks: Iterable[int] | None = None) -> None:
-        """A user-supplied pool forgets all blocks if only some are asked for."""
+        """Return a user-supplied pool forgets all blocks if only some are asked for."""
         self._count()
         self.part.forget()
 

@@ -103,7 +103,7 @@ def draft(self: "Scheduler", rows: np.ndarray, queries: np.ndarray) -> Drafts | 
 
 
 def asked(self: "Scheduler", row: int, count: int, most: int) -> Asked:
-    """A row's request and its first `count` tokens, for up to `most` drafts."""
+    """Return a row's request and its first `count` tokens, for up to `most` drafts."""
     request = self.requests[row]
     assert request is not None, "a row that runs has a request"
     sampled = request.params, request.seed, int(self.prompt[row]), request.stop_ids
@@ -142,7 +142,7 @@ def _with_blocks(
 
 
 def _allowed(matcher: Matcher, drafts: Sequence[int]) -> np.ndarray:
-    """The masks before each draft that a grammar allows after those before it, and after the last one."""
+    """Return the masks before each draft that a grammar allows after those before it, and after the last one."""
     masks, ahead = [matcher.mask], matcher.copy()
     for token in drafts:
         if not masks[-1][token >> 3] >> (token & 7) & 1 or ahead.advance([token]) is not None:

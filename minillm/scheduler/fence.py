@@ -27,5 +27,5 @@ class Fence:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks that are held; one may be listed twice."""
+        """Return the blocks that are held; one may be listed twice."""
         return [block for _, _, blocks in self._held for block in blocks]

@@ -189,7 +189,7 @@ class Scheduler:
     continues_at_once = property(continues_at_once)
 
     def schedule(self) -> Step | None:
-        """The next step, or None when nothing can be launched before a step in flight has been read."""
+        """Return the next step, or None when nothing can be launched before a step in flight has been read."""
         if (ahead := draft_ahead(self)) is not None:
             return ahead
         if self.speculation is not None and self.in_flight and self.stages == 1 and waiting_for_drafts(self):
@@ -231,7 +231,7 @@ class Scheduler:
         return rows[ready] if self.stages == 1 else turn(self, rows[ready])
 
     def _share_budget(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """The rows to which the policy gives tokens, how many each, and what is left of the budget."""
+        """Return the rows to which the policy gives tokens, how many each, and what is left of the budget."""
         pending = self.tables.pending(self.computed[rows], self.known[rows])
         budget = self.max_num_batched_tokens
         if self.max_prefill_tokens and (decodes := int((pending == 1).sum())):

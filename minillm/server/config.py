@@ -134,7 +134,7 @@ ServerConfig.__doc__ = with_field_help(ServerConfig.__doc__, ServerConfig)
 
 
 def split(options: ServerOptions, **defaults: Any) -> tuple[ServerConfig, EngineOptions]:
-    """The server's options, checked, and the engine's. Raises ConfigError."""
+    """Return the server's options, checked, and the engine's. Raises ConfigError."""
     names = {field.name for field in fields(ServerConfig)}
     ours = {name: value for name, value in options.items() if name in names}
     engine = {name: value for name, value in options.items() if name not in names}

@@ -153,7 +153,7 @@ class Speculation:
         return None if (chosen < 0).any() else chosen
 
     def propose(self, asked: Sequence[Asked]) -> np.ndarray:
-        """Each request's drafts, [n, most] int32, as many as it can take; -1: none. Raises ProposerError."""
+        """Return each request's drafts, [n, most] int32, as many as it can take; -1: none. Raises ProposerError."""
         for each in asked:
             each.tokens.flags.writeable = False
         begun = time.perf_counter()

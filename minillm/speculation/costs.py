@@ -27,7 +27,7 @@ class Costs:
         self._observe(2, rows, seconds / drafts)
 
     def drafting(self, rows: int) -> float:
-        """Seconds that each further draft takes for so many rows; 0 before it was measured."""
+        """Return seconds that each further draft takes for so many rows; 0 before it was measured."""
         known = np.flatnonzero(self._seen[2])
         return float(np.interp(_entry(rows), known, self._seconds[2, known])) if len(known) else 0.0
 
@@ -41,12 +41,13 @@ class Costs:
         self._seen[kind, entry] += 1
 
     def plain(self, rows: int) -> float | None:
-        """Seconds of a step without drafts; None: too few were measured."""
+        """Return seconds of a step without drafts; None: too few were measured."""
         entry = _entry(rows)
         return float(self._seconds[0, entry]) if self._seen[0, entry] >= SEEN else None
 
     def drafted(self, tokens: np.ndarray, rows: int, plain: float) -> np.ndarray:
-        """Seconds of steps of `rows` rows with drafts that run `tokens` [n], interpolated between the measured ones.
+        """Return seconds of steps of `rows` rows with drafts that run `tokens` [n], interpolated between the measured
+        ones.
 
         plain: seconds of a step without drafts, which is where the line begins, and the least that is returned. Fewer
         tokens than were measured are taken to cost less, so that they are tried.

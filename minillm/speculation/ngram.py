@@ -50,7 +50,9 @@ class NgramIndex:
         self._seen = 0  # n-grams that end before this index are known
 
     def continuation(self, tokens: np.ndarray, most: int) -> list[int]:
-        """Up to `most` tokens that followed the longest known n-gram at the end of tokens [n]; [] if there is none."""
+        """Return up to `most` tokens that followed the longest known n-gram at the end of tokens [n]; [] if there is
+        none.
+        """
         count = len(tokens)
         if count - 1 - self._seen > IN_BULK:
             self._learn(tokens)

@@ -59,7 +59,7 @@ class BPE:
         self._cache_version = PARTS.version
 
     def encode(self, piece: str) -> list[int]:
-        """The ids of one pre-tokenized piece."""
+        """Return the ids of one pre-tokenized piece."""
         if self.ignore_merges and piece in self.vocab:
             return [self.vocab[piece]]
         if len(piece) <= CACHED_LENGTH:
@@ -90,7 +90,7 @@ class BPE:
         return ids
 
     def _symbols(self, word: str) -> list[str]:
-        """The tokens that merging starts from: characters, bytes, or the unknown token."""
+        """Return the tokens that merging starts from: characters, bytes, or the unknown token."""
         symbols: list[str] = []
         fusible = False
         for character in word:

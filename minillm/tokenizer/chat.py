@@ -45,7 +45,7 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template does not parse: {error}") from error
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt for `messages`, each {"role": ..., "content": ...}.
+        """Return the prompt for `messages`, each {"role": ..., "content": ...}.
 
         Raises TokenizerError for messages of another form, and with the template's own message if it rejects them.
         """

@@ -52,15 +52,17 @@ class Decoder:
             fused = fused or stage.fuses
 
     def push(self, tokens: Iterable[str]) -> str:
-        """The text that is final after these tokens, possibly empty."""
+        """Return the text that is final after these tokens, possibly empty."""
         return self._run(tokens)
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         return self._run([], methodcaller("finish"))
 
     def settle(self) -> str:
-        """The characters that are complete, but held back because a broken byte could follow: do not wait for it."""
+        """Return the characters that are complete, but held back because a broken byte could follow: do not wait for
+        it.
+        """
         return self._run([], methodcaller("settle"))
 
     def peek(self, end: str = "settle") -> str:
@@ -84,13 +86,15 @@ class Decoder:
 
 
 def byte_of(token: str) -> bytes | None:
-    """The byte that a token like "<0xE2>" stands for, None for other tokens."""
+    """Return the byte that a token like "<0xE2>" stands for, None for other tokens."""
     match = _BYTE_TOKEN.fullmatch(token) if len(token) == 6 else None
     return bytes.fromhex(match[1]) if match else None
 
 
 def tokens_bytes(spec: Spec | None, tokens: Sequence[str]) -> list[bytes]:
-    """The bytes that each token adds inside a text. Byte tokens and byte-level tokens may hold parts of a character."""
+    """Return the bytes that each token adds inside a text. Byte tokens and byte-level tokens may hold parts of a
+    character.
+    """
     steps = _flatten(spec) if spec else []
     kinds = {step["type"] for step in steps}
     by_token: dict[str, bytes] = {}

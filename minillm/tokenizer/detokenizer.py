@@ -40,7 +40,7 @@ class StreamingDetokenizer:
                 self._old = self._decoder.peek("finish")
 
     def _last_tokens(self, ids: Sequence[int]) -> list[str]:
-        """The tokens at the end of `ids` that bring a new decoder into the state that all of them would."""
+        """Return the tokens at the end of `ids` that bring a new decoder into the state that all of them would."""
         withheld: list[str] = []
         left = len(ids) if self._decoder.needs_all else CONTEXT
         for token in self._tokenizer.visible_tokens(reversed(ids), self._skip_special_tokens):
@@ -51,11 +51,11 @@ class StreamingDetokenizer:
         return withheld[::-1]
 
     def add(self, ids: Iterable[int]) -> str:
-        """The text that these ids complete, possibly empty."""
+        """Return the text that these ids complete, possibly empty."""
         return self._new(self._decoder.push(self._tokenizer.visible_tokens(ids, self._skip_special_tokens)))
 
     def flush(self) -> str:
-        """The rest of the text, with incomplete characters as U+FFFD. Afterwards another sequence can start."""
+        """Return the rest of the text, with incomplete characters as U+FFFD. Afterwards another sequence can start."""
         decoder, self._decoder = self._decoder, self._tokenizer.new_decoder()
         text, self._old = self._new(decoder.finish()), ""
         return text

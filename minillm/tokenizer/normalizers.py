@@ -13,7 +13,9 @@ Normalizer = Callable[[str], str]
 
 
 def build_normalizer(spec: Spec | None) -> Normalizer:
-    """The normalizer of a `tokenizer.json`; None: no change. Raises TokenizerError for an unknown one.  Lesson 01."""
+    """Return the normalizer of a `tokenizer.json`; None: no change. Raises TokenizerError for an unknown one.  Lesson
+    01.
+    """
     return component("normalizer", spec, _BUILDERS) if spec else lambda text: text
 
 

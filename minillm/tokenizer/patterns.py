@@ -34,7 +34,7 @@ def compile_pattern(spec: Spec | str) -> regex.Pattern[str]:
 
 
 def replacer(spec: Spec) -> Callable[[str], str]:
-    """A function that replaces matches of `spec["pattern"]` by the literal text `spec["content"]`."""
+    """Return a function that replaces matches of `spec["pattern"]` by the literal text `spec["content"]`."""
     pattern, content = compile_pattern(spec["pattern"]), spec["content"]
     plain = spec["pattern"].get("String")
     if plain is not None:

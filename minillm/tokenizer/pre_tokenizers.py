@@ -17,7 +17,9 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 
 
 def _byte_characters() -> dict[int, str]:
-    """A visible character for each byte: its Latin-1 character if printable, else the next one from U+0100 on."""
+    """Return a visible character for each byte: its Latin-1 character if printable, else the next one from U+0100
+    on.
+    """
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printed]
     return {byte: chr(byte) for byte in printed} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -27,7 +29,7 @@ BYTE_CHARACTERS = _byte_characters()
 
 
 def to_byte_characters(text: str) -> str:
-    """The UTF-8 bytes of `text`, each as its character in GPT-2's alphabet: " é" becomes "ĠÃ©".  Lesson 01."""
+    """Return the UTF-8 bytes of `text`, each as its character in GPT-2's alphabet: " é" becomes "ĠÃ©".  Lesson 01."""
     return text.encode().decode("latin-1").translate(BYTE_CHARACTERS)
 
 
@@ -88,7 +90,9 @@ _BEHAVIORS: dict[str, Callable[[list[tuple[str, bool]]], list[str]]] = {
 
 
 def build_pre_tokenizer(spec: Spec | None) -> PreTokenizer:
-    """The pre-tokenizer of a `tokenizer.json`; None: no split. Raises TokenizerError for an unknown one.  Lesson 01."""
+    """Return the pre-tokenizer of a `tokenizer.json`; None: no split. Raises TokenizerError for an unknown one.  Lesson
+    01.
+    """
     return component("pre-tokenizer", spec, _BUILDERS) if spec else lambda text, at_start: [text]
 
 

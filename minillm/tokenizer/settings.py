@@ -33,7 +33,8 @@ class Settings:
 
 
 def read_settings(file_tokens: list[AddedToken], config: Spec, special_map: Spec, added: dict[str, int]) -> Settings:
-    """The settings of tokenizer_config.json, special_tokens_map.json and added_tokens.json; {} stands for no file.
+    """Return the settings of tokenizer_config.json, special_tokens_map.json and added_tokens.json; {} stands for no
+    file.
 
     file_tokens: those of `tokenizer.json`. Raises TokenizerError for a setting that is not supported.
     """
@@ -75,7 +76,8 @@ def read_settings(file_tokens: list[AddedToken], config: Spec, special_map: Spec
 def with_ids(
     file_tokens: Iterable[AddedToken], more: Iterable[AddedToken], vocab: dict[str, int]
 ) -> tuple[list[AddedToken], set[str]]:
-    """The tokens with their ids and the flags that hold, and which of them the library decodes in normalized form.
+    """Return the tokens with their ids and the flags that hold, and which of them the library decodes in normalized
+    form.
 
     Raises TokenizerError for an id that contradicts the vocabulary, or is not the next free one.
     """

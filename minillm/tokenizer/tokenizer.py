@@ -95,7 +95,7 @@ class Tokenizer:
         return cls(tokenizer, config, _read_template(directory / "chat_template.jinja"), special_map, added)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`.  Lesson 01.
+        """Return the ids of `text`.  Lesson 01.
 
         add_special_tokens: whether to add the tokens that the file's post-processor puts around a text (usually <bos>).
         Special tokens that occur in the text become their ids in any case. Takes O(n log n) time at worst.
@@ -120,7 +120,7 @@ class Tokenizer:
         return [*self.prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`.  Lesson 01.
+        """Return the text of `ids`.  Lesson 01.
 
         skip_special_tokens: whether to omit special tokens. Raises TokenizerError for an unknown id.
         """
@@ -133,7 +133,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, *, tokenize: bool = False
     ) -> str:
-        """The prompt for `messages`. Encode it with add_special_tokens=False: it starts with <bos>.  Lesson 01.
+        """Return the prompt for `messages`. Encode it with add_special_tokens=False: it starts with <bos>.  Lesson 01.
 
         messages: {"role": ..., "content": ...} each. add_generation_prompt: whether to end with the start of the
         model's turn. tokenize: only False, as in calls written for transformers. Raises TokenizerError if there is no
@@ -152,7 +152,7 @@ class Tokenizer:
         return self._chat.render(messages, add_generation_prompt)
 
     def token(self, id: int) -> str:
-        """The token with this id, as written in the vocabulary. Raises TokenizerError for an unknown id."""
+        """Return the token with this id, as written in the vocabulary. Raises TokenizerError for an unknown id."""
         try:
             return self._tokens[id]
         except KeyError:
@@ -160,7 +160,7 @@ class Tokenizer:
             raise TokenizerError(f"no token has the id {id}: this tokenizer's ids run from 0 to {limit}") from None
 
     def token_bytes(self, id: int) -> bytes | None:
-        """The bytes that this token adds inside a text; None for a special token and for an unknown id."""
+        """Return the bytes that this token adds inside a text; None for a special token and for an unknown id."""
         return self.tokens_bytes([id])[0]
 
     def tokens_bytes(self, ids: Iterable[int]) -> list[bytes | None]:
@@ -170,21 +170,21 @@ class Tokenizer:
         return [None if token is None else next(known) for token in tokens]
 
     def id(self, token: str) -> int:
-        """The id of this token. Raises TokenizerError if it is not in the vocabulary."""
+        """Return the id of this token. Raises TokenizerError if it is not in the vocabulary."""
         try:
             return self._ids[token]
         except KeyError:
             raise TokenizerError(f"{token!r} is not one of the {self.vocab_size} tokens of this vocabulary") from None
 
     def visible_tokens(self, ids: Iterable[int], skip_special_tokens: bool) -> Iterator[str]:
-        """The tokens that have text: known ids, without special tokens if `skip_special_tokens`."""
+        """Yield the tokens that have text: known ids, without special tokens if `skip_special_tokens`."""
         for id in ids:
             token = self._tokens.get(id)
             if token is not None and not (skip_special_tokens and id in self._special):
                 yield token
 
     def new_decoder(self) -> Decoder:
-        """A new decoder, for one sequence of tokens."""
+        """Return a new decoder, for one sequence of tokens."""
         return Decoder(self._decoder_spec)
 
 
@@ -199,7 +199,7 @@ def _build_model(spec: Spec) -> BPE:
 
 
 def _build_template(spec: Spec | None) -> tuple[list[int], list[int]]:
-    """The ids that a post-processor adds before and after a text."""
+    """Return the ids that a post-processor adds before and after a text."""
     if spec is None or spec["type"] == "ByteLevel":  # ByteLevel only changes offsets, which are not used here
         return [], []
     before: list[int] = []
@@ -223,7 +223,7 @@ def _build_template(spec: Spec | None) -> tuple[list[int], list[int]]:
 
 
 def _default_template(template: str | list[dict[str, str]] | None) -> str | None:
-    """The default of a file's templates: it may have one, or several with names."""
+    """Return the default of a file's templates: it may have one, or several with names."""
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
@@ -245,6 +245,6 @@ def _read_template(path: Path) -> str | None:
 
 
 def _as_system(message: Any) -> Any:
-    """A developer's message as one of the system's; others, and what is no message, as they are."""
+    """Return a developer's message as one of the system's; others, and what is no message, as they are."""
     developer = isinstance(message, dict) and message.get("role") == "developer"
     return message | {"role": "system"} if developer else message

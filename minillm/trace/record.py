@@ -216,7 +216,9 @@ class Trace:
 
     @property
     def events(self) -> list[dict]:
-        """All events so far, oldest first: {"event", "time": seconds since the trace began, **fields of the event}."""
+        """Return all events so far, oldest first: {"event", "time": seconds since the trace began, **fields of the
+        event}.
+        """
         return [event for entry in self._recorded() for event in _events(entry)]
 
     @classmethod

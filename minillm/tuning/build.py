@@ -101,7 +101,9 @@ def run(
 
 
 def options_of(config: EngineConfig, shape: ModelConfig, traffic: Traffic, device: str) -> dict:
-    """The engine options that a plan holds: those that were set, and those that follow from traffic and device."""
+    """Return the engine options that a plan holds: those that were set, and those that follow from traffic and
+    device.
+    """
     defaults = EngineConfig()
     options = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__ if name not in OF_THE_PLACE}
     options = {name: value for name, value in options.items() if value != getattr(defaults, name)}
@@ -146,7 +148,7 @@ def on_cpu(shape: ModelConfig, plan: Plan) -> Sizing:
 
 
 def _blocks_held(shape: ModelConfig, plan: Plan, tokens: int, device: str) -> int:
-    """The most blocks that a request of `tokens` tokens holds at once."""
+    """Return the most blocks that a request of `tokens` tokens holds at once."""
     groups = shape.groups(plan.options.get("max_model_len"))
     chunk = plan.options.get("max_num_batched_tokens") or EngineConfig().on(device).max_num_batched_tokens
     return blocks_held(tokens, groups.windows, plan.options["block_size"], chunk)

@@ -37,7 +37,7 @@ Asked = dict[launch_configs.Problem, trials.KernelConfig]  # the problems of a s
 
 @torch.inference_mode()
 def measured(model: str | Path | None, plan: Plan, out: Path, device: str) -> Plan:
-    """The plan with the graphs, launches, budget and memory of this GPU. Leaves an unfinished plan in `out`."""
+    """Return the plan with the graphs, launches, budget and memory of this GPU. Leaves an unfinished plan in `out`."""
     torch.manual_seed(0)
     log.info("starting an engine with random weights")
     # No prefix caching: one budget's trial must not reuse another's prompts.
@@ -98,7 +98,9 @@ def decode_steps(
 
 
 def step_seconds(runner: Runner, graphs: DecodeGraphs, traffic: Traffic, shape: DecodeShape) -> float:
-    """Seconds of one decode step whose rows are halfway through their outputs, captured with the current launches."""
+    """Return seconds of one decode step whose rows are halfway through their outputs, captured with the current
+    launches.
+    """
     state, size, width = runner.state, shape.rows, shape.width
     longest = min(width * state.block_size, state.longest + 1) - 2 * REPLAYS
     inputs = graphs.inputs(size)
@@ -151,7 +153,7 @@ def kept(
     asked_by: dict[DecodeShape, Asked],
     chosen: list[trials.TuningResult],
 ) -> tuple[list[trials.TuningResult], dict[DecodeShape, float]]:
-    """The prefill launches and those that also speed up decode steps, and the steps' seconds with them."""
+    """Return the prefill launches and those that also speed up decode steps, and the steps' seconds with them."""
     again = dict(steps)
     table = {each.problem: each.config._asdict() for each in chosen}
     for shape in steps:
@@ -207,7 +209,7 @@ def budget_rates(llm: LLM, plan: Plan) -> tuple[dict[int, float], Asked]:
 
 
 def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float:
-    """Seconds to compute `requests` new prompts and the first few tokens of each output."""
+    """Return seconds to compute `requests` new prompts and the first few tokens of each output."""
     ids = np.random.default_rng(seed).integers(0, llm.model_config.vocab_size, (requests, traffic.input_len))
     params = SamplingParams(max_tokens=min(traffic.output_len, 8), temperature=1.0, ignore_eos=True)
     prompts = ids.tolist()
@@ -217,13 +219,13 @@ def begin_seconds(llm: LLM, traffic: Traffic, requests: int, seed: int) -> float
 
 
 def best_budget(rates: dict[int, float], own: int) -> int:
-    """The engine's default budget, unless another is clearly faster."""
+    """Return the engine's default budget, unless another is clearly faster."""
     best = max(rates, key=rates.__getitem__, default=own)
     return best if rates.get(best, 0) > (1 + trials.MARGIN) * rates.get(own, math.inf) else own
 
 
 def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -> dict[str, int]:
-    """Bytes that an engine with this plan takes. Its graphs are captured separately, to measure them."""
+    """Return bytes that an engine with this plan takes. Its graphs are captured separately, to measure them."""
     replace(plan, graphs=[]).write(out)
     with LLM(model, load_format="dummy", device=device, plan=str(out)) as llm:
         runner, config = _runner(llm), llm.config
@@ -249,14 +251,14 @@ def memory_taken(model: str | Path | None, plan: Plan, out: Path, device: str) -
 
 
 def _runner(llm: LLM) -> Runner:
-    """The engine's runner. Only an engine that runs its steps in this process can be measured."""
+    """Return the engine's runner. Only an engine that runs its steps in this process can be measured."""
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), type(executor)
     return executor.runner
 
 
 def entry(result: trials.TuningResult) -> dict:
-    """A measured configuration in the form that a plan stores."""
+    """Return a measured configuration in the form that a plan stores."""
     return {
         "kernel": result.problem.kernel,
         "sizes": dict(result.problem.sizes),

@@ -102,13 +102,15 @@ def _refusal(trial: Trial) -> str | None:
 
 
 def _sizes(problem: Problem) -> tuple[dict[str, int], str]:
-    """A problem's integer sizes by name, and its dtype's name."""
+    """Return a problem's integer sizes by name, and its dtype's name."""
     sizes = {name: size for name, size in problem.sizes if isinstance(size, int)}
     return sizes, str(dict(problem.sizes)["dtype"])
 
 
 def graph_seconds(calls: Sequence[Callable[[], Tensor]], replays: int = 7) -> float:
-    """Seconds per call: the median over replays of a CUDA graph with all calls, so launch overhead is not counted."""
+    """Return seconds per call: the median over replays of a CUDA graph with all calls, so launch overhead is not
+    counted.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -128,7 +130,7 @@ def replay_seconds(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
 
 
 def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
-    """The powers of two up to `reach` doublings or halvings from `middle`, within low..high."""
+    """Return the powers of two up to `reach` doublings or halvings from `middle`, within low..high."""
     around = [middle << step for step in range(reach + 1)] + [middle >> step for step in range(1, reach + 1)]
     return sorted({each for each in around if low <= each <= high})
 
@@ -137,7 +139,7 @@ def powers(middle: int, low: int, high: int, reach: int = 1) -> list[int]:
 
 
 def decode_trial(problem: Problem, runner: Runner, traffic: Traffic, width: int, tile: KernelConfig | None) -> Trial:
-    """Rows at random places in their outputs, on the engine's cache. tile: whose tile to use, or None."""
+    """Return rows at random places in their outputs, on the engine's cache. tile: whose tile to use, or None."""
     (sizes, dtype), shape = _sizes(problem), runner.model.config
     rows, longest = sizes["programs"] // shape.num_kv_heads, width * runner.state.block_size
     layers = [
@@ -238,7 +240,7 @@ def prefill_trial(problem: Problem, runner: Runner, traffic: Traffic, budget: in
 
 
 def product_trial(problem: Problem, runner: Runner) -> Trial:
-    """The model's own matrices of this shape, with the norm or activation that is fused with the product."""
+    """Return the model's own matrices of this shape, with the norm or activation that is fused with the product."""
     (sizes, dtype), model = _sizes(problem), runner.model
     eps, gated = model.config.rms_norm_eps, sizes.get("gated", 0)
     shape = (sizes["rows"] * (1 + gated), sizes["columns"])
@@ -319,7 +321,7 @@ def _random_table(runner: Runner, rows: int, width: int) -> Tensor:
 
 
 def _gathered(cache: LayerCache, table: Tensor) -> tuple[LayerCache, Tensor]:
-    """The blocks listed in `table` as a float64 cache, dequantized, and the block table for it."""
+    """Return the blocks listed in `table` as a float64 cache, dequantized, and the block table for it."""
     compact = torch.arange(table.numel(), device=table.device, dtype=torch.int32).view_as(table)
     read = cache.read(table.flatten()[:, None])  # [blocks, block_size, kv_heads, d] each
     return LayerCache(*(part.double() for part in read)), compact

@@ -29,7 +29,9 @@ FILES = {each.FILE: each.METHOD for each in (gptq, awq, modelopt)}
 
 
 def read_layout(directory: Path) -> Layout | None:
-    """The layout of a quantized checkpoint, None for an unquantized one. Raises ConfigError, which names the file."""
+    """Return the layout of a quantized checkpoint, None for an unquantized one. Raises ConfigError, which names the
+    file.
+    """
     path = directory / "config.json"
     configs: dict[str, Any] = {}
     config = read_json(path, ConfigError) if path.is_file() else {}
@@ -45,7 +47,7 @@ def read_layout(directory: Path) -> Layout | None:
 
 
 def layout_of(configs: Mapping[str, Any]) -> Layout:
-    """The layout that configurations describe. configs: the file that each was read from -> its fields.
+    """Return the layout that configurations describe. configs: the file that each was read from -> its fields.
 
     Raises ConfigError, which names the files.
     """

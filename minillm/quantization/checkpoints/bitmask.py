@@ -49,7 +49,7 @@ def write(matrix: Tensor, format: Sparse) -> dict[str, Tensor]:
 
 
 def codes(module: str, inputs: int, stored: Mapping[str, Tensor]) -> Codes:
-    """The inverse of `write`. Raises ConfigError if there are not as many values as bits."""
+    """Undo `write`. Raises ConfigError if there are not as many values as bits."""
     kept, values = unpack_bits(stored["bitmask"], inputs), stored["compressed"].flatten()
     if (bits := int(kept.sum())) != len(values):
         raise ConfigError(f"{module}.bitmask says that {bits} values are stored, but there are {len(values)}")
@@ -65,5 +65,5 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, inputs: int) -> Tensor:
-    """The inverse of `pack_bits`; inputs: columns, without the padding."""
+    """Return the inverse of `pack_bits`; inputs: columns, without the padding."""
     return (packed[..., None] >> torch.arange(8, device=packed.device) & 1).flatten(-2)[:, :inputs].bool()

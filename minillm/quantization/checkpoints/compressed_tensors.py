@@ -93,7 +93,7 @@ class CompressedTensors(Layout):
         return self._group(module)[0]
 
     def _group(self, module: str) -> tuple[Format, str]:
-        """A module's format, and how it is packed."""
+        """Return a module's format, and how it is packed."""
         sparse = self.sparse if self.sparse is not None and self.sparse.names(module) else None
         none: tuple[Format, str] = (Dense() if sparse is None else sparse.format, "")
         if _names_it(self.ignored, module):
@@ -176,7 +176,7 @@ class CompressedTensors(Layout):
 
 
 def write(module: str, codes: Codes, format: Format) -> dict[str, Tensor]:
-    """A module's tensors: the inverse of `CompressedTensors.codes`."""
+    """Return a module's tensors: the inverse of `CompressedTensors.codes`."""
     rows, inputs = codes.codes.shape
     if isinstance(format, Sparse):
         return bitmask.write(codes.codes, format)
@@ -201,7 +201,7 @@ def write(module: str, codes: Codes, format: Format) -> dict[str, Tensor]:
 
 
 def describe(formats: Mapping[str, Format]) -> dict[str, Any]:
-    """The `quantization_config` of modules with these formats: the inverse of reading it.
+    """Return the `quantization_config` of modules with these formats: the inverse of reading it.
 
     Raises ConfigError for formats that the layout does not have.
     """
@@ -365,7 +365,7 @@ def _sparse(config: Mapping[str, Any] | None) -> _SparseModules | None:
 
 
 def _describe_sparse(formats: Mapping[str, Sparse]) -> dict[str, Any]:
-    """The inverse of `_sparse`. Raises ConfigError for 2:4 and unstructured sparsity in one model."""
+    """Return the inverse of `_sparse`. Raises ConfigError for 2:4 and unstructured sparsity in one model."""
     two_four = {isinstance(each, Sparse24) for each in formats.values()}
     if len(two_four) > 1:
         raise ConfigError("a checkpoint has sparse24 or pruned weights, not both: choose one of them")
@@ -440,7 +440,7 @@ def _is_embedding(module: str) -> bool:
 
 
 def _names(config: Mapping[str, Any], field: str) -> list[str]:
-    """Names and patterns of modules."""
+    """Return names and patterns of modules."""
     listed = names({field: config[field]} if config.get(field) is not None else {}, field)
     for name in listed:
         if name.startswith("re:"):

@@ -9,7 +9,7 @@ from minillm.values import as_int, shown
 
 
 def gather(configs: Mapping[str, Mapping[str, Any]], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The value of each field that is given; null counts as absent.
+    """Return the value of each field that is given; null counts as absent.
 
     configs: where a configuration was read -> its fields. names: a field -> its names in the files. Raises ConfigError
     if a field has two values.
@@ -46,7 +46,7 @@ def flag(config: Mapping[str, Any], field: str, default: bool) -> bool:
 
 
 def group_size(config: Mapping[str, Any], lowest: int = 1) -> int:
-    """The inputs of a group; lowest=-1 allows -1, all inputs."""
+    """Return the inputs of a group; lowest=-1 allows -1, all inputs."""
     value = config.get("group_size")
     size = as_int(value)
     if size is None or size < lowest or size == 0:
@@ -65,7 +65,7 @@ def names(config: Mapping[str, Any], field: str) -> list[str]:
 
 
 def pattern(text: str, field: str, *prefixes: str) -> re.Pattern[str]:
-    """A pattern after one of the prefixes."""
+    """Return a pattern after one of the prefixes."""
     prefix = next((each for each in prefixes if text.startswith(each)), "")
     try:
         return re.compile(text.removeprefix(prefix))

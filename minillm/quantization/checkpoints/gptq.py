@@ -168,7 +168,7 @@ class Gptq(Layout):
 
 
 def _flattened(modules: Any) -> list[str]:
-    """Names of a block's modules, in a list of lists or in one list."""
+    """Return names of a block's modules, in a list of lists or in one list."""
     nested = modules if isinstance(modules, list) else [modules]
     flat = [name for each in nested for name in (each if isinstance(each, list) else [each])]
     return names({"modules_in_block_to_quantize": flat}, "modules_in_block_to_quantize")

@@ -27,11 +27,13 @@ class Layout(Protocol):
     """One kind of checkpoint's way to store quantized matrices. A module is one, as "model.layers.0.mlp.up_proj"."""
 
     def format(self, module: str, inputs: int) -> Format:
-        """A module's format; `Dense()` if it is not quantized. Raises ConfigError for a format without support."""
+        """Return a module's format; `Dense()` if it is not quantized. Raises ConfigError for a format without
+        support.
+        """
         ...
 
     def tensors(self, module: str, rows: int, inputs: int) -> dict[str, Stored]:
-        """The tensors of a quantized module [rows, inputs]: last part of the name -> what is stored."""
+        """Return the tensors of a quantized module [rows, inputs]: last part of the name -> what is stored."""
         ...
 
     def codes(self, module: str, inputs: int, tensors: Mapping[str, Tensor]) -> Codes:
@@ -39,7 +41,7 @@ class Layout(Protocol):
         ...
 
     def input_scale(self, module: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """The scale of static activations."""
+        """Return the scale of static activations."""
         return None
 
     def input_factors(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -88,7 +88,7 @@ class ModelOpt(Layout):
                 raise ConfigError(f"quantized_layers: {shown(name)}: {error}") from None
 
     def _of(self, module: str) -> tuple[str, Format] | None:
-        """A module's algorithm and format; None if it is not quantized."""
+        """Return a module's algorithm and format; None if it is not quantized."""
         if module.endswith("embed_tokens"):
             return None
         if any(fnmatchcase(module, name) or fnmatchcase(module, f"{name}.*") for name in self.excluded):
@@ -141,7 +141,7 @@ class ModelOpt(Layout):
 
 
 def _flat(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of a configuration, which some files hold in an object of its own."""
+    """Return the fields of a configuration, which some files hold in an object of its own."""
     inner = config.get("quantization", config)
     if not isinstance(inner, dict):
         raise ConfigError(f"quantization must be an object, not {shown(inner)}")

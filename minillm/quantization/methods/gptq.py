@@ -85,7 +85,7 @@ def quantize(weight: Tensor, compensation: Compensation, format: Int4) -> Codes:
 
 
 def _inverse_factor(moment: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of a second moment, whose diagonal is damped in place."""
+    """Return the upper Cholesky factor of the inverse of a second moment, whose diagonal is damped in place."""
     mean, added = moment.diagonal().mean().item(), 0.0
     for share in (damping, 10 * damping, 100 * damping):
         moment.diagonal().add_((share - added) * mean)

@@ -30,7 +30,7 @@ def matrix(order: int) -> Tensor:
 
 
 def largest_order(size: int) -> int:
-    """The largest divisor of a size for which there is a matrix."""
+    """Return the largest divisor of a size for which there is a matrix."""
     return next(each for each in range(size, 0, -1) if size % each == 0 and _paley_part(each) is not None)
 
 
@@ -48,7 +48,7 @@ def transform(x: Tensor, inverse: bool = False) -> Tensor:
 
 @cache  # a captured CUDA graph reads them, so they are never freed
 def _factors(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, float]:
-    """The Kronecker factors of a size's matrix, and the number that remains to be multiplied with.
+    """Return the Kronecker factors of a size's matrix, and the number that remains to be multiplied with.
 
     Entries of the factors are 1 and powers of 2, which are exact in all dtypes.
     """
@@ -73,7 +73,7 @@ def _sylvester(order: int) -> Tensor:
 
 @lru_cache
 def _paley_part(order: int) -> int | None:
-    """The smallest order of Paley's, or 1, that a power of 2 completes to this order; None if there is none."""
+    """Return the smallest order of Paley's, or 1, that a power of 2 completes to this order; None if there is none."""
     if order & (order - 1) == 0:
         return 1
     halves = [order >> shift for shift in range(order.bit_length()) if order % (1 << shift) == 0]
@@ -81,7 +81,7 @@ def _paley_part(order: int) -> int | None:
 
 
 def _prime_of(order: int) -> int | None:
-    """The prime whose matrix has this order."""
+    """Return the prime whose matrix has this order."""
     if order % 4 == 0 and _is_prime(order - 1):
         return order - 1
     prime = order // 2 - 1

@@ -39,7 +39,7 @@ def search_scales(
     allowed: Callable[[Tensor], Tensor] = lambda scales: scales,
     strengths: Sequence[float] = STRENGTHS,
 ) -> tuple[Tensor, float | None]:
-    """The scales [in] whose quantized product has the smallest error on the kept inputs, and their strength.
+    """Return the scales [in] whose quantized product has the smallest error on the kept inputs, and their strength.
 
     rounded: rounds a weight to the codes of the format. allowed: the nearest scales [in] that can be folded. Scales of
     1 (strength None) are tried too, so the result is never worse than without on the kept inputs.

@@ -52,7 +52,7 @@ class InputStatistics:
         return self.magnitude / max(1, self.rows)
 
     def scaled(self, scales: Tensor) -> "InputStatistics":
-        """The statistics of x / scales, scales [in]."""
+        """Return the statistics of x / scales, scales [in]."""
         scaled = InputStatistics(self.inputs, self.device, self.dtype, self.rows)
         scaled.second_moment = self.second_moment / scales[:, None] / scales
         scaled.magnitude, scaled.largest = self.magnitude / scales, self.largest / scales
@@ -61,5 +61,5 @@ class InputStatistics:
 
 
 def output_error(difference: Tensor, second_moment: Tensor) -> Tensor:
-    """The squared error of a product's outputs, summed over all rows: difference [rows, in] of the weight."""
+    """Return the squared error of a product's outputs, summed over all rows: difference [rows, in] of the weight."""
     return (difference @ second_moment * difference).sum()

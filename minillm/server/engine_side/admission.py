@@ -70,7 +70,7 @@ class Admission:
 
     @property
     def running(self) -> int:
-        """The number of choices that were accepted and are not finished."""
+        """Return the number of choices that were accepted and are not finished."""
         return sum(line.count for line in list(self._lines))  # any thread asks
 
     def refusal(self, client: str | None, choices: int) -> Failure | None:

@@ -109,7 +109,7 @@ def create_app(
     @app.get("/ping")
     @app.post("/ping")
     async def ping() -> Response:
-        """The same, as vLLM's server has it for Amazon SageMaker."""
+        """Return the same, as vLLM's server has it for Amazon SageMaker."""
         return await health()
 
     @app.get("/version")

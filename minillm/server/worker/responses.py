@@ -90,8 +90,9 @@ def completion_logprobs(
 
 
 def _by_string(texts: TokenTexts, entry: TokenLogprobs, token: int, top: int, first: bool) -> dict[str, float]:
-    """The likeliest tokens' log-probabilities, and the chosen one's. Of tokens with the same string, one has it as its
-    name, the chosen one if it is among them; the others are named by their ids, so that none is lost."""
+    """Return the likeliest tokens' log-probabilities, and the chosen one's. Of tokens with the same string, one has it
+    as its name, the chosen one if it is among them; the others are named by their ids, so that none is lost.
+    """
     ranked = _likeliest(entry, top)
     ranked.setdefault(token, entry[token])
     names: dict[str, int] = {texts(token, first): token}
