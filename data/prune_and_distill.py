@@ -14,7 +14,7 @@ tokens a step of the whole model yields with drafts of each.
     python data/prune_and_distill.py                                                       tiny-gemma, on generated text
     python data/prune_and_distill.py --model DIRECTORY --text FILE --layers 8 --hidden 576 --intermediate 1536 --heads 9
                                                                                            SmolLM2-135M, in depth alone
-    python data/prune_and_distill.py --model DIRECTORY --own-text 4000000 --rows 32 ...    from what the model writes
+    python data/prune_and_distill.py --model smollm2-135m --own-text 4000000 --rows 32 ... from what the model writes
     python data/prune_and_distill.py --steps 2 --rows 1 --length 32 --tokens 200           tries it
 """
 
@@ -44,7 +44,7 @@ from minillm.bench import records
 from minillm.evaluate import load_text
 from minillm.evaluate.compare import Reference
 from minillm.model import load_model
-from minillm.model.loader import EMBEDDED
+from minillm.model.loader import EMBEDDED, resolve
 from minillm.model.saver import check_free
 from minillm.runner.draft_model import HEAD_FILE, frequent_tokens
 from minillm.speculation import every_draft_runs
@@ -60,7 +60,7 @@ STORIES = ["Once upon a time", "One morning", "There was a little", "A long time
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=EMBEDDED, help="the whole model's directory")
+    parser.add_argument("--model", default=EMBEDDED, help="the whole model, or its directory")
     parser.add_argument("--text", type=Path, help="what to train on; default: generated text of tiny-gemma's world")
     parser.add_argument("--own-text", type=int, default=0, help="train on so many tokens that the model itself writes")
     parser.add_argument("--held-out", type=Path, help="what to measure on; default: tiny-gemma's held-out text")
@@ -102,7 +102,7 @@ def text(options: argparse.Namespace) -> Iterator[Tensor]:
 
 @cache
 def written(model: Path, tokens: int, length: int, device: str) -> list[list[int]]:
-    """So many tokens that a model writes at temperature 1, in documents of `length`.
+    """So many tokens that a model writes at temperatures of 1 and 0.7, in turns, in documents of `length`.
 
     Half of them begin as a chat does before its first message, so the model writes both sides of it; the others with
     any token at all. To learn from a model's own outputs: Kim and Rush 2016, "Sequence-Level Knowledge Distillation",
@@ -115,7 +115,8 @@ def written(model: Path, tokens: int, length: int, device: str) -> list[list[int
         opening = tokenizer.encode(chat, add_special_tokens=False)
         starts = [[*tokenizer.prefix, rng.randrange(vocabulary)] if i % 2 else opening for i in range(count)]
         params = [
-            SamplingParams(max_tokens=length - len(start), seed=i, ignore_eos=True) for i, start in enumerate(starts)
+            SamplingParams(max_tokens=length - len(start), seed=i, temperature=(1, 0.7)[i // 2 % 2], ignore_eos=True)
+            for i, start in enumerate(starts)
         ]
         return [
             [*start, *done.outputs[0].token_ids]
@@ -220,7 +221,8 @@ def distill(
 
     The loss is KL(p || q) in nats a token.
     """
-    optimizer = torch.optim.AdamW(student.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    learned = [each for each in student.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     log, begin = [], time.perf_counter()
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -232,7 +234,7 @@ def distill(
             q = student(input_ids=rows, use_cache=False).logits.float().log_softmax(-1)
         loss = kl_div(q.flatten(0, 1), p.clone().flatten(0, 1), reduction="batchmean", log_target=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 25 == 24 or step == steps - 1:
@@ -302,6 +304,7 @@ class Measured:
 
 def main() -> None:
     options = parse()
+    options.model = Path(resolve(options.model))
     begun = records.begin(options.record)
     if options.out is not None:
         check_free(options.out)
@@ -311,6 +314,8 @@ def main() -> None:
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "intermediate", "heads")}
     scores = {kind: each.cpu() for kind, each in importance(teacher, shown).items()}
     student = pruned(teacher, scores, **sizes).to(options.device)
+    if options.hidden == teacher.config.hidden_size:  # then the embedding's numbers mean to it what they did
+        student.get_input_embeddings().requires_grad_(False)
     counted = torch.cat([each.flatten() for each in [*shown, *itertools.islice(text(options), 60)]]).tolist()
     head = frequent_tokens(counted, min(options.head_tokens, teacher.config.vocab_size), teacher.config.vocab_size)
     with tempfile.TemporaryDirectory() as folder:

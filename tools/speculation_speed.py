@@ -14,7 +14,7 @@ worst      every draft is wrong, whatever is drafted; 1, 8 and 64 requests
 synthetic  drafts that are right by a coin: a proposer that knows the output, which costs nothing. It says what an
            acceptance length is worth on a machine, not what one can expect. On a GPU steps of different sizes round
            differently, so the output is not known: there drafts are accepted by the coin, whatever the model samples
-draft      the draft model of `--draft`, on stories; temperature 0 and 0.7
+draft      the draft model of `--draft`, on stories and on chats; temperature 0 and 0.7
 exact      what `exact` costs without drafts, prompts and decodes together; only if it is named
 
 With --ahead, the device finds its drafts itself. Those of random weights, which repeat a token, are all right, so a
@@ -54,6 +54,7 @@ from minillm.kernels import prompt_lookup  # noqa: E402
 from minillm.runner import launched  # noqa: E402
 from minillm.scheduler import Step  # noqa: E402
 from minillm.speculation import Asked, every_draft_runs  # noqa: E402
+from minillm.tokenizer import Tokenizer  # noqa: E402
 
 PARTS = ("tasks", "worst", "synthetic", "draft")
 EXACT = "exact"
@@ -113,6 +114,16 @@ TASKS = {
 }
 START = 8  # tokens by which prompts differ
 STORIES = ["Once upon a time", "One morning", "There was a little", "A long time ago", "The sailor", "In the town of"]
+CHATS = [
+    TASKS["explain"],
+    "Who wrote Romeo and Juliet, and what is it about?",
+    "Give me three tips for sleeping better.",
+    "What is the difference between a river and a lake?",
+    "Write a short letter that thanks a friend for a gift.",
+    "How do I boil an egg?",
+    "Tell me about the moon.",
+    "What should I see in Paris in two days?",
+]
 
 
 class Known:
@@ -254,11 +265,14 @@ def tasks(options: argparse.Namespace) -> Iterator[dict]:
     pair = Pair(place, "ngram", made, 512 + options.output_len, options.ahead)
     params, tokenizer = SamplingParams(max_tokens=options.output_len, temperature=0), pair.plain.tokenizer
     for task, question in TASKS.items():
-        chat = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-        prompt = tokenizer.encode(text, add_special_tokens=False)
+        prompt = chat_prompt(tokenizer, question)
         yield {"model": options.chat, "task": task, **pair.measured([prompt], params, options.rounds)}
     pair.close()
+
+
+def chat_prompt(tokenizer: Tokenizer, question: str) -> list[int]:
+    text = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def random_prompts(count: int, vocabulary: int, length: int) -> list[list[int]]:
@@ -320,13 +334,20 @@ def synthetic(options: argparse.Namespace) -> Iterator[dict]:
 def draft(options: argparse.Namespace) -> Iterator[dict]:
     if options.draft is None:
         return
-    pair = Pair(options.model, options.draft, engine_options(options), 32 + options.output_len)
-    for temperature in (0, 0.7):
+    pair = Pair(options.model, options.draft, engine_options(options), 64 + options.output_len)
+    tokenizer = pair.plain.tokenizer
+    texts = {
+        "stories": [tokenizer.encode(each) for each in STORIES],
+        "chats": [chat_prompt(tokenizer, each) for each in CHATS],
+    }
+    for (text, given), temperature in product(texts.items(), (0, 0.7)):
+        params = SamplingParams(
+            max_tokens=options.output_len, temperature=temperature, seed=1, ignore_eos=text == "stories"
+        )
         for batch in options.batches[:2]:
-            params = SamplingParams(max_tokens=options.output_len, temperature=temperature, seed=1, ignore_eos=True)
-            prompts = (STORIES * batch)[:batch]
+            prompts = (given * batch)[:batch]
             found = pair.measured(prompts, params, options.rounds)
-            yield {"model": options.model or "tiny-gemma", "temperature": temperature, **found}
+            yield {"model": options.model or "tiny-gemma", "text": text, "temperature": temperature, **found}
     pair.close()
 
 
