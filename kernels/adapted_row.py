@@ -4,16 +4,17 @@
     y[row] = W[row] . f(x) + B[row] . h[part of the row]
 
 Hu et al. 2021, "LoRA", section 4.1. A and B are thin, so their bytes are few, but with a launch for each a layer of
-five launches would have thirteen. Here the first programs of a launch, its *helpers*, first multiply a few rows of A,
-or pieces of them if they are long. All programs multiply their rows of W, keep the sums in registers, and at last add
-their rows of B times h to all of them, before bias, activation and rounding. The helpers tell h in 8-byte words that
-carry the number of the step, as GPUs tell each other parts of a sum (`peers`): who sees this step's number has h.
+five launches would have thirteen. Here the first programs of a launch, its *helpers*, multiply rows of A in place of
+rows of W, or pieces of them besides, if rows are long. All others multiply their rows of W, keep the sums in registers,
+and at last add their rows of B times h to all of them, before bias, activation and rounding. The helpers tell h in
+8-byte words that carry the number of the step, as GPUs tell each other parts of a sum (`peers`): who sees this step's
+number has h.
 
 Helpers tell before they ask, and a GPU starts programs in the order of their numbers, so none waits for a program that
-cannot start. (NVIDIA's CUB relies on that order, too, in agent_scan.cuh. A helper with rows of W stays on the chip
-until all have told, so there are no more of these than processors; one without rows ends when it has told.) All sums
-are in a fixed order. The slot of the row's adapter is read on the device, so one captured graph serves all adapters;
-slot 0 is none: then nothing of A and B is read, and no program waits.
+cannot start. (NVIDIA's CUB relies on that order, too, in agent_scan.cuh. Where rows are long, a helper has rows of W,
+too, and stays on the chip until all have told, so there are no more of these than processors.) All sums are in a fixed
+order. The slot of the row's adapter is read on the device, so one captured graph serves all adapters; slot 0 is none:
+then nothing of A and B is read, and no program waits.
 """
 
 from typing import NamedTuple
@@ -107,23 +108,26 @@ def adapted_rows_kernel(
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, THREADS: tl.constexpr, COMPILED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`single_row.whole_rows_kernel` with an adapter. The first HELPERS programs multiply a tile of A, too.
+    """`single_row.whole_rows_kernel` with an adapter. The first HELPERS programs multiply a tile of A.
 
-    workers: the programs that have tiles of W; helpers are among them, or others. The last have the most tiles, since
-    the first ones help. TILES: at least as many as a worker has.
+    workers: the programs that have tiles of W, of which the last have the most. TILES: at least as many as one has.
     """
     started = tl.program_id(0)
-    program = tl.num_programs(0) - 1 - started
-    program += tl.where(program < workers, 0, ROWS)  # beyond all rows
+    helps, program = started < HELPERS, tl.num_programs(0) - 1 - started
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
-    rows = program * TILE + tl.arange(0, TILE)
-    at = weight_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-    mask = (rows < ROWS)[:, None] & inside[None, :]
+    slot = tl.load(slots_ptr)
+    matrix_ptr, first_row, count = weight_ptr, program * TILE, tl.cdiv(ROWS - program * TILE, workers * TILE)
+    end = ROWS
+    if helps:
+        matrix_ptr, first_row, count = a_ptr + slot * a_stride, started * TILE, 1
+        end = tl.where(slot > 0, SIZE, 0)
+    rows = first_row + tl.arange(0, TILE)
+    at = matrix_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    mask = (rows < end)[:, None] & inside[None, :]
     weight = tl.load(at, mask=mask, other=0.0)
     if GATED:
-        up = tl.load(at + UP, mask=mask, other=0.0)
-    slot = tl.load(slots_ptr)
+        up = tl.load(at + UP, mask=mask & (started >= HELPERS), other=0.0)
     wait_for_inputs(DEPENDENT)
     kind = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -139,20 +143,14 @@ def adapted_rows_kernel(
         scale = tl.load(norm_ptr + columns, mask=inside, other=0.0)
         x = normed(x, scale, eps, COLUMNS).to(kind).to(tl.float32)
     step = tl.load(step_ptr)
-    if (started < HELPERS) & (slot > 0):
-        entries = started * TILE + tl.arange(0, TILE)
-        at = a_ptr + slot * a_stride + entries[:, None] * COLUMNS + columns[None, :]
-        a = tl.load(at, mask=(entries < SIZE)[:, None] & inside[None, :], other=0.0)
-        tl.store(inner_ptr + entries, packed(tl.sum(a.to(tl.float32) * x[None, :], 1), step), mask=entries < SIZE)
     tiles = tl.arange(0, TILES)
     sums = tl.zeros([TILES, TILE], tl.float32)
     if GATED:
         up_sums = tl.zeros([TILES, TILE], tl.float32)
-    count = tl.maximum(tl.cdiv(ROWS - program * TILE, workers * TILE), 0)
     for tile in tl.range(0, count, num_stages=1):
         after = (program + (tile + 1) * workers) * TILE + tl.arange(0, TILE)
         at = weight_ptr + after.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-        mask = (after < ROWS)[:, None] & inside[None, :]
+        mask = ((after < ROWS) & (tile + 1 < count))[:, None] & inside[None, :]
         next_weight = tl.load(at, mask=mask, other=0.0)
         y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
         sums = tl.where((tiles == tile)[:, None], y[None, :], sums)
@@ -163,30 +161,34 @@ def adapted_rows_kernel(
             up_sums = tl.where((tiles == tile)[:, None], y[None, :], up_sums)
             up = next_up
     y = tl.reshape(sums, [TILES * TILE])
-    asks = (slot > 0) & (program < workers)  # helpers without rows have nothing to add, and wait for nothing
     each, ranks = tl.arange(0, TILES * TILE), tl.arange(0, RANK_TILE)
-    own = (program + each // TILE * workers) * TILE + each % TILE  # all rows of this program
-    b_ptr += slot * b_stride
-    b = _factor(b_ptr, own, (own < ROWS) & asks, RANK, RANK_TILE)
-    if GATED:
-        factor = tl.reshape(up_sums, [TILES * TILE])
-        up_b = _factor(b_ptr, ROWS + own, (own < ROWS) & asks, RANK, RANK_TILE)
-        if asks:
-            inner, up_inner = _told_of_two(inner_ptr, step, RANK, RANK_TILE, THREADS, COMPILED)
-            y += tl.sum(b.to(tl.float32) * inner[None, :], 1)
-            factor += tl.sum(up_b.to(tl.float32) * up_inner[None, :], 1)
-    elif asks:
-        part = (own >= first_end).to(tl.int32) + (own >= second_end).to(tl.int32)
-        some = (own < ROWS)[:, None] & (ranks < RANK)[None, :]
-        inner = _told(inner_ptr, part[:, None] * RANK + ranks[None, :], some, step, COMPILED)
-        y += tl.sum(b.to(tl.float32) * inner, 1)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + own, mask=own < ROWS, other=0.0).to(tl.float32)
+    if helps:
+        told = (each < TILE) & (first_row + each < end)
+        tl.store(inner_ptr + first_row + each, packed(y, step), mask=told)
+    else:
+        asks = slot > 0
+        own = (program + each // TILE * workers) * TILE + each % TILE  # all rows of this program
+        b_ptr += slot * b_stride
+        b = _factor(b_ptr, own, (own < ROWS) & asks, RANK, RANK_TILE)
         if GATED:
-            factor += tl.load(bias_ptr + ROWS + own, mask=own < ROWS, other=0.0).to(tl.float32)
-    if GATED:
-        y = activated(y, GELU) * factor
-    tl.store(out_ptr + own, y.to(kind), mask=own < ROWS)
+            factor = tl.reshape(up_sums, [TILES * TILE])
+            up_b = _factor(b_ptr, ROWS + own, (own < ROWS) & asks, RANK, RANK_TILE)
+            if asks:
+                inner, up_inner = _told_of_two(inner_ptr, step, RANK, RANK_TILE, THREADS, COMPILED)
+                y += tl.sum(b.to(tl.float32) * inner[None, :], 1)
+                factor += tl.sum(up_b.to(tl.float32) * up_inner[None, :], 1)
+        elif asks:
+            part = (own >= first_end).to(tl.int32) + (own >= second_end).to(tl.int32)
+            some = (own < ROWS)[:, None] & (ranks < RANK)[None, :]
+            inner = _told(inner_ptr, part[:, None] * RANK + ranks[None, :], some, step, COMPILED)
+            y += tl.sum(b.to(tl.float32) * inner, 1)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + own, mask=own < ROWS, other=0.0).to(tl.float32)
+            if GATED:
+                factor += tl.load(bias_ptr + ROWS + own, mask=own < ROWS, other=0.0).to(tl.float32)
+        if GATED:
+            y = activated(y, GELU) * factor
+        tl.store(out_ptr + own, y.to(kind), mask=own < ROWS)
 
 
 @triton.jit
@@ -280,7 +282,6 @@ def product(
     factors = (slots, down, up, inner, step, down.stride(0), up.stride(0))
     constants = {"RANK": rank, "RANK_TILE": triton.next_power_of_2(rank), "COMPILED": is_compiled(x)}
     constants |= dependent_launch(x.device)
-    runs = 1 if is_compiled(x) else 2  # interpreted, a program asks before the next one tells: the second run finds all
     fused = any(each is not None for each in (norm, residual, post_norm, activation))
     if columns > WHOLE and (fused or len(ends) > 1):
         raise ValueError(f"rows of {columns} columns are longer than {WHOLE}: apply what is fused separately")
@@ -289,24 +290,25 @@ def product(
         default = whole_config(rows, columns, bool(activation), processors(x.device))
         config = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
         helpers, tiles = triton.cdiv(size, config.tile), triton.cdiv(rows, config.tile)
-        workers = min(config.programs, tiles)
-        own = workers == tiles or helpers > min(workers, processors(x.device))  # whether helpers have no rows of W
-        programs = workers + helpers if own else workers
-        together = triton.cdiv(programs, processors(x.device))
-        for _ in range(1 if own else runs):
-            adapted_rows_kernel[(programs,)](
-                x, post_norm, residual, total, norm, weight, bias, out, eps, rows, rows * columns, *factors,
-                workers, first, second,
-                COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=config.tile, NORM=norm is not None,
-                ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh", HELPERS=helpers,
-                TILES=triton.next_power_of_2(triton.cdiv(tiles, workers)), SIZE=size,
-                THREADS=32 * config.warps, num_warps=config.warps,
-                maxnreg=_registers(x.dtype, config.warps, together), **constants,
-            )  # fmt: skip
+        # Helpers run beside all others. Where these have several tiles each, they have equally many: all of them end at
+        # about the same time, since they wait for h, and fewer programs leave the next kernel room to start early.
+        most = config.programs if tiles <= config.programs else max(config.programs - helpers, 1)
+        workers = triton.cdiv(tiles, triton.cdiv(tiles, most))
+        together = triton.cdiv(helpers + workers, processors(x.device))
+        adapted_rows_kernel[(helpers + workers,)](
+            x, post_norm, residual, total, norm, weight, bias, out, eps, rows, rows * columns, *factors,
+            workers, first, second,
+            COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), TILE=config.tile, NORM=norm is not None,
+            ADD=residual is not None, GATED=activation is not None, GELU=activation == "gelu_tanh", HELPERS=helpers,
+            TILES=triton.next_power_of_2(triton.cdiv(tiles, workers)), SIZE=size,
+            THREADS=32 * config.warps, num_warps=config.warps,
+            maxnreg=_registers(x.dtype, config.warps, together), **constants,
+        )  # fmt: skip
     else:
         piece = launch_configs.tuned("long_rows", long_config(rows, processors(x.device)), **sizes)
         programs, pieces = triton.cdiv(rows, piece.tile), triton.cdiv(columns, PIECE)
-        for _ in range(runs):
+        # Interpreted, a program asks before the next one tells: the second run finds all.
+        for _ in range(1 if is_compiled(x) else 2):
             adapted_long_rows_kernel[(programs,)](
                 x, weight, bias, out, rows, *factors, COLUMNS=columns, WIDTH=piece.width, TILE=piece.tile,
                 HELPERS=min(programs, processors(x.device)), PIECE=PIECE, PIECES=pieces,

@@ -5,8 +5,8 @@
 
 Hu et al. 2021, "LoRA", section 4.1. Tokens with the same adapter are multiplied together, so that its factors are read
 once for all tokens of a tile (Chen et al. 2023, "Punica: Multi-Tenant LoRA Serving", section 4). `token_tiles` groups
-them, once in a step for all weights: each tile is a slot and some of its tokens. Tokens without an adapter have slot 0
-and are in no tile.
+them, once in a step for all weights: each tile is a slot and some of its tokens. Tokens without an adapter have slot 0;
+their tiles are the last ones, which only `adapted_activation` reads.
 
 Tiling: two launches, whose programs go through all tiles. In the first, a program multiplies a tile's tokens by a few
 rows of A, for a share of the columns. In the second, it adds up the shares and multiplies h by rows of B, one tile of
@@ -80,32 +80,37 @@ def rank_kernel(slots_ptr, rank_ptr, TOKENS, GROUPED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["TOKENS"])
 def group_kernel(slots_ptr, rank_ptr, tiles_ptr, TOKENS, SIZE: tl.constexpr, GROUPED: tl.constexpr):
-    """Write each token into its tile of SIZE tokens. Tiles are ordered by slot."""
+    """Write each token into its tile of SIZE tokens. Tiles are ordered by slot, but slot 0 is the last."""
     mine = tl.program_id(0) * GROUPED + tl.arange(0, GROUPED)
-    slots = tl.load(slots_ptr + mine, mask=mine < TOKENS, other=0)
-    rank = tl.load(rank_ptr + mine, mask=mine < TOKENS, other=0)
-    tile, used = rank // SIZE, 0
+    real = mine < TOKENS
+    slots = tl.load(slots_ptr + mine, mask=real, other=0)
+    rank = tl.load(rank_ptr + mine, mask=real, other=0)
+    tile, used, all_tiles = rank // SIZE, 0, 0
     for start in range(0, TOKENS, GROUPED):
         others = start + tl.arange(0, GROUPED)
         theirs = tl.load(slots_ptr + others, mask=others < TOKENS, other=0)
-        first = (tl.load(rank_ptr + others, mask=others < TOKENS, other=1) % SIZE == 0) & (theirs > 0)
-        tile += tl.sum((first[None, :] & (theirs[None, :] < slots[:, None])).to(tl.int32), axis=1)
-        used += tl.sum(first.to(tl.int32))
+        first = tl.load(rank_ptr + others, mask=others < TOKENS, other=1) % SIZE == 0
+        before = (theirs > 0)[None, :] & ((slots == 0)[:, None] | (theirs[None, :] < slots[:, None]))
+        tile += tl.sum((first[None, :] & before).to(tl.int32), axis=1)
+        used += tl.sum((first & (theirs > 0)).to(tl.int32))
+        all_tiles += tl.sum(first.to(tl.int32))
     if tl.program_id(0) == 0:
         tl.store(tiles_ptr, used)
+        tl.store(tiles_ptr + 1, all_tiles)
     at = tiles_ptr + (1 + tile) * (1 + SIZE)
-    tl.store(at + 1 + rank % SIZE, mine, mask=slots > 0)
-    tl.store(at, slots.to(tl.int32), mask=(slots > 0) & (rank % SIZE == 0))
+    tl.store(at + 1 + rank % SIZE, mine, mask=real)
+    tl.store(at, slots.to(tl.int32), mask=real & (rank % SIZE == 0))
 
 
-def token_tiles(slots: torch.Tensor, count: int) -> torch.Tensor:
-    """Group the tokens of a step by their slot, for `add_low_rank`: [1 + tiles, 1 + size] int32.  Lesson 15.
+def token_tiles(slots: torch.Tensor, count: int, size: int | None = None) -> torch.Tensor:
+    """Group the tokens of a step by their slot: [1 + tiles, 1 + size] int32.  Lesson 15.
 
-    slots: [tokens] int64, below count, 0 for none. A tile is its slot, then its tokens, then -1. The first row has the
-    number of tiles that are used; there is room for as many as any slots of so many tokens need.
+    slots: [tokens] int64, below count, 0 for none. size: the tokens of a tile; None: as many as `add_grouped` wants. A
+    tile is its slot, then its tokens, then -1. The first row has the number of tiles with an adapter, and that of all;
+    there is room for as many as any slots of so many tokens need.
     """
-    tokens, size = len(slots), _tiles(len(slots)).tokens
-    distinct = min(tokens, count - 1)
+    tokens, size = len(slots), size or sizes_for(len(slots)).tokens
+    distinct = min(tokens, count)
     tiles = slots.new_full((1 + distinct + (tokens - distinct) // size, 1 + size), -1, dtype=torch.int32)
     rank = slots.new_empty(tokens, dtype=torch.int32)
     if distinct:
@@ -116,7 +121,7 @@ def token_tiles(slots: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @triton.jit
-def _load_tile(tiles_ptr, tile, exists, TOKENS: tl.constexpr):
+def load_tile(tiles_ptr, tile, exists, TOKENS: tl.constexpr):
     """Return a tile's slot and tokens; 0 and -1 if it does not exist."""
     at = tiles_ptr + (1 + tile) * (1 + TOKENS)
     return tl.load(at, mask=exists, other=0), tl.load(at + 1 + tl.arange(0, TOKENS), mask=exists, other=-1)
@@ -164,7 +169,7 @@ def inner_kernel(
     BLOCKS: tl.constexpr = (SIZE + ENTRIES - 1) // ENTRIES * SHARES
     item, programs = tl.program_id(0), tl.num_programs(0)
     items = tl.load(tiles_ptr) * BLOCKS
-    slot, members = _load_tile(tiles_ptr, item // BLOCKS, True, TOKENS)
+    slot, members = load_tile(tiles_ptr, item // BLOCKS, True, TOKENS)
     entries, columns = _block_of_down(item % BLOCKS, SHARES, ENTRIES, GROUPS, PIECE, PIECES)
     down_at = down_ptr + slot.to(tl.int64) * slot_stride
     down = _load_block(down_at, entries, (entries < SIZE) & (slot > 0), columns, COLUMNS, COLUMNS)
@@ -172,7 +177,7 @@ def inner_kernel(
     for each in tl.range(item, items, programs, num_stages=1):
         x = _load_block(x_ptr, members, members >= 0, columns, x_stride, COLUMNS)
         following = each + programs
-        next_slot, next_members = _load_tile(tiles_ptr, following // BLOCKS, following < items, TOKENS)
+        next_slot, next_members = load_tile(tiles_ptr, following // BLOCKS, following < items, TOKENS)
         next_entries, next_columns = _block_of_down(following % BLOCKS, SHARES, ENTRIES, GROUPS, PIECE, PIECES)
         next_at = down_ptr + next_slot.to(tl.int64) * slot_stride
         real = (next_entries < SIZE) & (next_slot > 0)
@@ -203,7 +208,7 @@ def _rows_of_block(block, TILE: tl.constexpr, first_end, second_end, end):
 
 
 @triton.jit
-def _load_up(
+def load_up(
     up_ptr, slot, slot_stride, begin, after,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -217,19 +222,19 @@ def _load_up(
 
 
 @triton.jit
-def _load_inner(
-    inner_ptr, members, part, tokens,
-    SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
+def load_inner(
+    inner_ptr, share_stride, token_stride, slot_stride, slot, members, part,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return a part's h of some tokens, transposed: [RANK_TILE, tokens]."""
+    """Return a part's h of some tokens with one slot, transposed: [RANK_TILE, tokens]. See `Inner`."""
     ranks, shares = tl.arange(0, RANK_TILE)[None, :, None], tl.arange(0, SHARE_TILE)[:, None, None]
-    at = inner_ptr + (shares * tokens + members[None, None, :]) * SIZE + part * RANK + ranks
-    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, None, :]
-    return tl.sum(tl.load(at, mask=wanted, other=0), axis=0)
+    at = shares * share_stride + members[None, None, :] * token_stride + (slot - 1) * slot_stride + part * RANK + ranks
+    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, None, :] & (slot > 0)
+    return tl.sum(tl.load(inner_ptr + at, mask=wanted, other=0).to(tl.float32), axis=0)
 
 
 @triton.jit
-def _added(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr):
+def times_up(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr):
     """Return rows of B times h: [rows, tokens]. IN_HALF: B is bfloat16.
 
     Without tl.dot, a thread multiplies what it has loaded: its pieces of rows stay where they are.
@@ -245,12 +250,29 @@ def _added(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.co
     return total
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def added_to_token(
+    inner_ptr, token_stride, inner_stride, up_ptr, slot_stride, slot, token, rows, some, part,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr,
+):  # fmt: skip
+    """Return what an adapter, in a slot above 0, adds to some `rows` [m, n] of one part of a token's product, [m, n].
+
+    For kernels that read the product anyway, one program a token. some: [m, n], whether a row exists.
+    """
+    ranks = tl.arange(0, RANK_TILE)[None, None, :]
+    h = tl.load(inner_ptr + token * token_stride + (slot - 1) * inner_stride + part * RANK + ranks, mask=ranks < RANK)
+    at = up_ptr + slot * slot_stride + rows[:, :, None] * RANK + ranks
+    b = tl.load(at, mask=some[:, :, None] & (ranks < RANK), other=0)
+    return tl.sum(b.to(tl.float32) * tl.where(ranks < RANK, h.to(tl.float32), 0.0), axis=2)
+
+
+@triton.jit
 def add_kernel(
-    out_ptr, tiles_ptr, up_ptr, inner_ptr, out_stride, slot_stride, tokens, first_end, second_end, end,
-    SIZE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
-    SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, DOT: tl.constexpr, IN_HALF: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    out_ptr, tiles_ptr, up_ptr, inner_ptr, share_stride, token_stride, inner_stride, out_stride, slot_stride,
+    first_end, second_end, end,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
+    SHARE_TILE: tl.constexpr, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Add to out what B makes of inner. A program has blocks of rows next to each other."""
     blocks = tl.cdiv(first_end, TILE) + tl.cdiv(second_end - first_end, TILE) + tl.cdiv(end - second_end, TILE)
@@ -260,32 +282,37 @@ def add_kernel(
     more = items - share * programs  # programs that have one more
     item = program * share + tl.minimum(program, more)
     last = item + share + (program < more).to(tl.int32)
-    slot, members = _load_tile(tiles_ptr, item // blocks, item < last, TOKENS)
+    slot, members = load_tile(tiles_ptr, item // blocks, item < last, TOKENS)
     part, begin, after = _rows_of_block(item % blocks, TILE, first_end, second_end, end)
-    up = _load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
+    up = load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
     wait_for_inputs(DEPENDENT)
     rows = begin + tl.arange(0, TILE)
     target = out_ptr + members[None, :].to(tl.int64) * out_stride + rows[:, None]
     mask = (members >= 0)[None, :] & (rows < after)[:, None]
     before = tl.load(target, mask=mask, other=0)
-    inner = _load_inner(inner_ptr, members, part, tokens, SIZE, RANK, RANK_TILE, SHARES, SHARE_TILE)
+    inner = load_inner(
+        inner_ptr, share_stride, token_stride, inner_stride, slot, members, part, RANK, RANK_TILE, SHARES, SHARE_TILE
+    )
     for each in tl.range(item, last, num_stages=1):
         following = each + 1
         next_part, begin, after = _rows_of_block(following % blocks, TILE, first_end, second_end, end)
         next_slot, next_members = slot, members
         if following % blocks == 0:
-            next_slot, next_members = _load_tile(tiles_ptr, following // blocks, following < last, TOKENS)
+            next_slot, next_members = load_tile(tiles_ptr, following // blocks, following < last, TOKENS)
         if following >= last:
             next_slot = 0
-        next_up = _load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
+        next_up = load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
         rows = begin + tl.arange(0, TILE)
         next_target = out_ptr + next_members[None, :].to(tl.int64) * out_stride + rows[:, None]
         next_mask = (next_slot > 0) & (next_members >= 0)[None, :] & (rows < after)[:, None]
         next_before = tl.load(next_target, mask=next_mask, other=0)
-        total = _added(up, inner, DOT, IN_HALF, PRECISION)
+        total = times_up(up, inner, DOT, IN_HALF, PRECISION)
         tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
         if (following < last) & ((next_part != part) | (following % blocks == 0)):
-            inner = _load_inner(inner_ptr, next_members, next_part, tokens, SIZE, RANK, RANK_TILE, SHARES, SHARE_TILE)
+            inner = load_inner(
+                inner_ptr, share_stride, token_stride, inner_stride, next_slot, next_members, next_part,
+                RANK, RANK_TILE, SHARES, SHARE_TILE,
+            )  # fmt: skip
         slot, members, part, up = next_slot, next_members, next_part, next_up
         target, mask, before = next_target, next_mask, next_before
 
@@ -307,28 +334,49 @@ def add_low_rank(
     return add_grouped(out, x, token_tiles(slots, len(down)), down, up, ends, just_grouped=True)
 
 
-def add_grouped(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    tiles: torch.Tensor,
-    down: torch.Tensor,
-    up: torch.Tensor,
-    ends: tuple[int, ...],
-    just_grouped: bool = False,
-) -> torch.Tensor:
-    """As `add_low_rank`, with tiles = token_tiles(slots, len(down)) in place of slots.
+class Term(NamedTuple):
+    """What adapters add to a product of few tokens, for the kernels that read it: see `added_to_token`."""
 
-    just_grouped: these were computed by one of the last two launches; else the first kernel may read them while the one
-    before it still runs.
-    """
-    if len(ends) > MOST_PARTS:
-        raise ValueError(f"a weight of {len(ends)} parts has more than {MOST_PARTS}: add to it in torch")
-    if len(tiles) == 1:
-        return out
-    (tokens, columns), (_, size, _), (_, rows, rank) = x.shape, down.shape, up.shape
-    sizes, dependent = _tiles(tokens), dependent_launch(x.device)
-    multiprocessors, warps = processors(x.device), sizes.warps
+    inner: torch.Tensor  # [tokens, slots * parts * rank]: h of all slots from 1 on
+    slots: torch.Tensor  # [tokens] int64; 0: none
+    up: torch.Tensor  # [all, out, rank]: B, a slot's entries being contiguous
+    parts: int
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """Return the slots and the first arguments of `added_to_token`."""
+        rank = self.up.shape[2]
+        return self.slots, self.inner, self.inner.stride(0), self.parts * rank, self.up, self.up.stride(0)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return its last arguments."""
+        rank = self.up.shape[2]
+        return {"RANK": rank, "RANK_TILE": triton.next_power_of_2(rank)}
+
+
+NO_TERM = (None, None, 0, 0, None, 0), {"RANK": 1, "RANK_TILE": 1}
+
+
+class Inner(NamedTuple):
+    """h of the tokens of a step: the sum of `shares`, of which a token's may lie at its slot."""
+
+    values: torch.Tensor
+    shares: int
+    share_stride: int
+    token_stride: int
+    slot_stride: int  # from the h of slot 1 to that of slot 2; 0: a token has only that of its own slot
+
+    @classmethod
+    def beneath(cls, values: torch.Tensor, size: int) -> "Inner":
+        """Return h that a product has computed with A of all slots from 1 on: [tokens, slots * size]."""
+        return cls(values, 1, 0, values.stride(0), size)
+
+
+def inner_products(x: torch.Tensor, tiles: torch.Tensor, down: torch.Tensor, just_grouped: bool = False) -> Inner:
+    """Return h of tokens x [tokens, in]. tiles, down, just_grouped: as in `add_grouped`."""
+    (tokens, columns), size = x.shape, down.shape[1]
+    sizes = sizes_for(tokens)
     entries = min(sizes.entries, max(16, triton.next_power_of_2(size)))
     piece = max(16, min(sizes.columns * 2 // x.itemsize, triton.next_power_of_2(columns)) // sizes.groups)
     pieces = triton.cdiv(columns, piece * sizes.groups)
@@ -336,28 +384,52 @@ def add_grouped(
     shares = triton.cdiv(pieces, pieces_of_share)
     inner = torch.empty((shares, tokens, size), dtype=torch.float32, device=x.device)
     items = (len(tiles) - 1) * triton.cdiv(size, entries) * shares
-    inner_kernel[(min(items, sizes.programs * multiprocessors),)](
+    inner_kernel[(min(items, sizes.programs * processors(x.device)),)](
         x, tiles, down, inner, x.stride(0), down.stride(0), tokens,
         COLUMNS=columns, SIZE=size, TOKENS=sizes.tokens, ENTRIES=entries, GROUPS=sizes.groups, PIECE=piece,
         PIECES=pieces_of_share, SHARES=shares, IN_HALF=is_compiled(x) and x.dtype == down.dtype != torch.float32,
-        num_warps=warps, **({"DEPENDENT": False} if just_grouped else dependent),
+        num_warps=sizes.warps, **({"DEPENDENT": False} if just_grouped else dependent_launch(x.device)),
     )  # fmt: skip
+    return Inner(inner, shares, tokens * size, size, 0)
 
+
+def add_grouped(
+    out: torch.Tensor,
+    x: torch.Tensor | Inner,
+    tiles: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    ends: tuple[int, ...],
+    just_grouped: bool = False,
+) -> torch.Tensor:
+    """As `add_low_rank`, with tiles = token_tiles(slots, len(down)) in place of slots. x: the tokens, or their h.
+
+    just_grouped: tiles were computed by one of the last two launches; else the first kernel may read them while the one
+    before it still runs.
+    """
+    if len(ends) > MOST_PARTS:
+        raise ValueError(f"a weight of {len(ends)} parts has more than {MOST_PARTS}: add to it in torch")
+    if not len(out):
+        return out
+    inner = x if isinstance(x, Inner) else inner_products(x, tiles, down, just_grouped)
+    independent, dependent = {"DEPENDENT": False}, dependent_launch(out.device)
+    (_, rows, rank), sizes = up.shape, sizes_for(len(out))
     rank_tile = max(16, triton.next_power_of_2(rank))
     tile = max(16, min(sizes.rows * 32 // (rank_tile * up.itemsize), triton.next_power_of_2(rows // sizes.blocks)))
     first, second = (*ends[:-1], rows, rows)[:2]
     in_half = is_compiled(out) and up.dtype == torch.bfloat16
     blocks = sum(triton.cdiv(end - begin, tile) for begin, end in pairwise((0, first, second, rows)))
-    together = (sizes.adders if in_half else sizes.programs) * multiprocessors
+    together = (sizes.adders if in_half else sizes.programs) * processors(out.device)
     add_kernel[(min((len(tiles) - 1) * blocks, together),)](
-        out, tiles, up, inner, out.stride(0), up.stride(0), tokens, first, second, rows,
-        SIZE=size, RANK=rank, RANK_TILE=rank_tile, TOKENS=sizes.tokens, TILE=tile, SHARES=shares,
-        SHARE_TILE=triton.next_power_of_2(shares), DOT=sizes.dot, IN_HALF=in_half,
-        PRECISION="ieee" if up.dtype == torch.float32 else "tf32x3", num_warps=warps,
-        maxnreg=sizes.registers if in_half else None, **dependent,
+        out, tiles, up, inner.values, *inner[2:], out.stride(0), up.stride(0), first, second, rows,
+        RANK=rank, RANK_TILE=rank_tile, TOKENS=sizes.tokens, TILE=tile, SHARES=inner.shares,
+        SHARE_TILE=triton.next_power_of_2(inner.shares), DOT=sizes.dot, IN_HALF=in_half,
+        PRECISION="ieee" if up.dtype == torch.float32 else "tf32x3", num_warps=sizes.warps,
+        maxnreg=sizes.registers if in_half else None, **(independent if inner is x and just_grouped else dependent),
     )  # fmt: skip
     return out
 
 
-def _tiles(tokens: int) -> Tiles:
+def sizes_for(tokens: int) -> Tiles:
+    """Return the sizes of what programs multiply for so many tokens."""
     return FEW if tokens <= FEW_TOKENS else MANY

@@ -52,7 +52,8 @@ class CalibrationRun:
     def _run(self, layer: Layer, batch: Batch, stream: Tensor) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
             metadata, cache = self.model.metadata(batch), _cache(self.model, batch)
-            return self.model.run_layer(layer, None, stream, batch, metadata, cache)
+            x, residual = self.model.run_layer(layer, None, stream, batch, metadata, cache)
+            return self.model.ops.added(x), residual
 
 
 def hidden_states(model: Model, ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minillm import ops
 from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
-from minillm.ops.signatures import Adapted, AttentionOptions
+from minillm.ops.signatures import Adapted, AttentionOptions, Unadded
 from minillm.quantization import Recipe, Weight, weight_only
 
 from .batch import Batch
@@ -138,17 +138,18 @@ class Model:
         writes its tokens' keys and values to its cache before it attends to them.
         """
         metadata, stage = self.metadata(batch), self.parallel.stage
+        x: Tensor | Unadded | None
         x, residual = received(self.parallel, lambda: self.embed(batch), batch.token_ids, self.config, self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             # After the last attention the other tokens are no longer needed.
             wanted = batch.logits_index if stage.last and layer is self.layers[-1] else None
             x, residual = self.run_layer(layer, x, residual, batch, metadata, cache, wanted)
         if x is not None and not stage.last:
-            return sent(self.parallel, x, residual)
+            return sent(self.parallel, self.ops.added(x), residual)
         if x is not None and self.partial:
-            x = self.parallel.all_reduce(x)
+            x = self.parallel.all_reduce(self.ops.added(x))
         if "residual" in self.config.rotations:
-            x, residual = None, self.ops.hadamard(residual if x is None else residual + x, inverse=True)
+            x, residual = None, self.ops.hadamard(residual if x is None else residual + self.ops.added(x), inverse=True)
         return self.ops.normed(x, residual, self.final_norm, self.config.rms_norm_eps)[0]
 
     def embed(self, batch: Batch) -> Tensor:
@@ -170,13 +171,13 @@ class Model:
     def run_layer(
         self,
         layer: Layer,
-        x: Tensor | None,
+        x: Tensor | Unadded | None,
         residual: Tensor,
         batch: Batch,
         metadata: TokenMetadata,
         cache: LayerCache,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Unadded, Tensor]:
         """Run one decoder layer. Returns its output and the residual stream, which are not added yet.
 
         With `partial`, x is this rank's part of a sum over all ranks, both the argument and the result.
@@ -185,40 +186,54 @@ class Model:
         follows adds them, because it computes the sum and its norm in one step.
         wanted: [samples] int64, the tokens whose states are returned; None: all.
         """
-        run, eps, adapted = self.ops, self.config.rms_norm_eps, batch.adapted
-        qkv, residual = self._normed_linear(x, residual, layer.attention_norm, layer.qkv, adapted)
+        run, eps, adapted, activation = self.ops, self.config.rms_norm_eps, batch.adapted, self.config.activation
+        qkv: Tensor | Unadded
+        if adapted is None or self.partial:
+            qkv, residual = self._normed_linear(x, residual, layer.attention_norm, layer.qkv, adapted)
+        else:
+            normed, residual = run.normed(x, residual, layer.attention_norm, eps)
+            qkv = run.unadded_linear(normed, layer.qkv, adapted)
         x = self._attention(layer, qkv, batch, metadata, cache)
         if wanted is not None:
-            x, residual = x[wanted], residual[wanted]
+            x, residual = run.added(x)[wanted], residual[wanted]
             adapted = adapted and adapted.only(wanted)
         if layer.after_attention_norm is not None:
-            x = run.rms_norm(self.parallel.all_reduce(x), layer.after_attention_norm, eps)
-        gate_up, residual = self._normed_linear(x, residual, layer.mlp_norm, layer.gate_up, adapted)
-        if "down" in self.config.rotations:
-            x = run.linear(run.hadamard(run.gated_activation(gate_up, self.config.activation)), layer.down)
+            x = run.rms_norm(self.parallel.all_reduce(run.added(x)), layer.after_attention_norm, eps)
+        if adapted is not None and not self.partial:
+            normed, residual = run.normed(x, residual, layer.mlp_norm, eps)
+            gated = run.adapted_gate(normed, layer.gate_up, activation, adapted)
+            x = run.unadded_linear(gated, layer.down, adapted)
         else:
-            x = run.gated_linear(gate_up, self.config.activation, layer.down, adapted)
+            gate_up, residual = self._normed_linear(x, residual, layer.mlp_norm, layer.gate_up, adapted)
+            if "down" in self.config.rotations:
+                x = run.linear(run.hadamard(run.gated_activation(gate_up, activation)), layer.down)
+            else:
+                x = run.gated_linear(gate_up, activation, layer.down, adapted)
         if layer.after_mlp_norm is not None:
-            x = run.rms_norm(self.parallel.all_reduce(x), layer.after_mlp_norm, eps)
+            x = run.rms_norm(self.parallel.all_reduce(run.added(x)), layer.after_mlp_norm, eps)
         return x, residual
 
     def _normed_linear(
-        self, x: Tensor | None, residual: Tensor, norm: Tensor, weight: Weight, adapted: Adapted | None
+        self, x: Tensor | Unadded | None, residual: Tensor, norm: Tensor, weight: Weight, adapted: Adapted | None
     ) -> tuple[Tensor, Tensor]:
         run, eps = self.ops, self.config.rms_norm_eps
         if x is None or not self.partial:
             return run.normed_linear(x, residual, norm, eps, weight, adapted)
-        return summed_normed_linear(self.parallel, run, x, residual, norm, eps, weight, adapted)
+        return summed_normed_linear(self.parallel, run, run.added(x), residual, norm, eps, weight, adapted)
 
-    def _attention(self, layer: Layer, qkv: Tensor, batch: Batch, metadata: TokenMetadata, cache: LayerCache) -> Tensor:
+    def _attention(
+        self, layer: Layer, qkv: Tensor | Unadded, batch: Batch, metadata: TokenMetadata, cache: LayerCache
+    ) -> Tensor | Unadded:
         run, heads, kv_heads = self.ops, self.local.num_heads, self.local.num_kv_heads
+        unadded = qkv if isinstance(qkv, Unadded) and layer.q_norm is None else None
+        qkv = run.added(qkv) if unadded is None else unadded.out
         q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             eps = self.config.rms_norm_eps
             q, k = run.rms_norm(q, layer.q_norm, eps), run.rms_norm(k, layer.k_norm, eps)
         cos_sin = metadata.local_cos_sin if layer.local else metadata.cos_sin
         slots, keep = metadata.slots[layer.group], bool(batch.prefill and batch.prefill[0].whole)
-        q, k = run.rotary_write(q, k, v, cos_sin, cache, slots, not batch.streams, keep)
+        q, k = run.rotary_write(q, k, v, cos_sin, cache, slots, not batch.streams, keep, unadded)
         options = replace(layer.attention, rotary=self.rotary) if batch.streams else layer.attention
         if self.parallel.share.of > 1:
             attended = split_attention(self.parallel, run, q, cache, batch, layer.group, options)
@@ -232,8 +247,10 @@ class Model:
         if batch.prefill:
             rows = batch.prefill[layer.group]
             parts.append(run.prompt_attention(q[decodes:], k[decodes:], v[decodes:], cache, rows, options))
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return run.adapted_linear(attended.flatten(1), layer.attention_out, batch.adapted)
+        attended = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+        if batch.adapted is None or self.partial:
+            return run.adapted_linear(attended, layer.attention_out, batch.adapted)
+        return run.unadded_linear(attended, layer.attention_out, batch.adapted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[samples, hidden] after `forward` -> [samples, vocab], float32 (float64 for a float64 model)."""

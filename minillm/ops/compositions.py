@@ -16,9 +16,12 @@ from minillm.kv_cache.layer_cache import LayerCache
 from minillm.overrides import Parts
 from minillm.quantization import Weight
 
-from .signatures import Adapted, AttentionOptions, LowRank, Operations, Rows, Truncation
+from .signatures import Adapted, AttentionOptions, Operations, Rows, Truncation, Unadded
 
-COMPOSITIONS = ("add_adapted", "normed_linear", "gated_linear", "rotary_write", "prompt_attention", "scored_sample")
+COMPOSITIONS = (
+    "adapted_linear", "unadded_linear", "added", "adapted_gate", "normed", "normed_linear", "gated_linear",
+    "rotary_write", "prompt_attention", "scored_sample",
+)  # fmt: skip
 
 
 class Compositions(Parts, Operations):
@@ -26,31 +29,50 @@ class Compositions(Parts, Operations):
 
     fused: dict[str, Callable]  # the functions of the device, by the names of compositions
 
-    def normed(self, x: Tensor | None, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def normed(self, x: Tensor | Unadded | None, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and the sum. x=None: the norm of the residual alone, and the residual."""
         if x is None:
             return self.rms_norm(residual, norm, eps), residual
-        return self.add_rms_norm(x, residual, norm, eps)
+        if isinstance(x, Unadded) and self.are_own("add_rms_norm"):
+            return self.fused["normed"](x, residual, norm, eps)
+        return self.add_rms_norm(self.added(x), residual, norm, eps)
 
     def adapted_linear(self, x: Tensor, weight: Weight, adapted: Adapted | None = None) -> Tensor:
         """`linear`, then `add_low_rank` if tokens of the batch have adapters: x [tokens, in] -> [tokens, out]."""
-        product = self.linear(x, weight)
         if adapted is None:
-            return product
-        return self.add_adapted(product, x, adapted, adapted.factors[id(weight)])
-
-    def add_adapted(self, out: Tensor, x: Tensor, adapted: Adapted, factors: LowRank) -> Tensor:
-        """`add_low_rank` with what all weights of a step have in common: out [tokens, out], x [tokens, in] -> out."""
-        fused = self.fused.get("add_adapted")
+            return self.linear(x, weight)
+        fused = self.fused.get("adapted_linear")
         if fused is not None and self.are_own("add_low_rank"):
-            result = fused(out, x, adapted, factors)
+            result = fused(self.linear, x, weight, adapted)
             if result is not None:
                 return result
-        return self.add_low_rank(out, x, adapted.slots, factors)
+        return self.add_low_rank(self.linear(x, weight), x, adapted.slots, adapted.factors[id(weight)])
+
+    def unadded_linear(self, x: Tensor, weight: Weight, adapted: Adapted) -> Tensor | Unadded:
+        """`adapted_linear`, but `normed`, `rotary_write` or `added`, which reads the result, may do the adding."""
+        fused = self.fused.get("unadded_linear")
+        if fused is not None and self.are_own("add_low_rank"):
+            result = fused(self.linear, x, weight, adapted)
+            if result is not None:
+                return result
+        return self.adapted_linear(x, weight, adapted)
+
+    def added(self, product: Tensor | Unadded) -> Tensor:
+        """Return what `adapted_linear` would have returned, in the memory of the product."""
+        return product if isinstance(product, Tensor) else self.fused["added"](product)
+
+    def adapted_gate(self, x: Tensor, weight: Weight, activation: str, adapted: Adapted) -> Tensor:
+        """`adapted_linear`, then `gated_activation`: x [tokens, in], weight [2 * out, in] -> [tokens, out]."""
+        fused = self.fused.get("adapted_gate")
+        if fused is not None and self.are_own("add_low_rank", "gated_activation"):
+            result = fused(self.linear, x, weight, activation, adapted)
+            if result is not None:
+                return result
+        return self.gated_activation(self.adapted_linear(x, weight, adapted), activation)
 
     def normed_linear(
         self,
-        x: Tensor | None,
+        x: Tensor | Unadded | None,
         residual: Tensor,
         norm: Tensor,
         eps: float,
@@ -85,17 +107,21 @@ class Compositions(Parts, Operations):
         slots: Tensor,
         rotate_keys: bool,
         keep: bool,
+        unadded: Unadded | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`rotary_embedding`, then `write_kv`: q [tokens, heads, d], k and v [tokens, kv_heads, d] -> rotated q and k.
 
         rotate_keys: whether the cache gets the rotated keys, or k (see `AttentionOptions.rotary`). keep: whether the
-        second result is needed; else it may be k.
+        second result is needed; else it may be k. unadded: the product of which q, k and v are the parts.
         """
         fused = self.fused.get("rotary_write")
         if fused is not None and self.are_own("rotary_embedding", "write_kv"):
-            result = fused(q, k, v, cos_sin, cache, slots, rotate_keys, keep)
+            more = () if unadded is None else (unadded,)
+            result = fused(q, k, v, cos_sin, cache, slots, rotate_keys, keep, *more)
             if result is not None:
                 return result
+        if unadded is not None:
+            self.added(unadded)
         q, rotated = self.rotary_embedding(q, k, cos_sin)
         self.write_kv(rotated if rotate_keys else k, v, cache, slots)
         return q, rotated

@@ -102,16 +102,28 @@ class Adapted:
 
     slots    [tokens] int64: the slot of each token's adapter; 0: none
     factors  the factors of each weight that an adapter may change, by the weight's id()
-    shared   what a device computes from the slots for all weights at once, when it needs it first
+    beneath  by the weight's id(): the same matrix with A of slots 1, 2, ... beneath it, in one piece of memory, up to
+             the last slot that a token has: [out + slots * parts * rank, in]; so one product yields both
+    tiles    the tokens, grouped by slot for all weights at once when a kernel first needs it, by the size of a group
     """
 
     slots: Tensor
     factors: Mapping[int, LowRank]
-    shared: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    beneath: Mapping[int, Weight] = field(default_factory=dict)
+    tiles: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def only(self, tokens: Tensor) -> "Adapted":
         """Return the same for some of the tokens, [n] int64."""
-        return Adapted(self.slots[tokens], self.factors)
+        return Adapted(self.slots[tokens], self.factors, self.beneath)
+
+
+class Unadded(NamedTuple):
+    """A product of few tokens to which what adapters change is still to be added, by the kernel that reads it."""
+
+    out: Tensor  # [tokens, out]
+    inner: Tensor  # [tokens, slots * parts * rank]: A x, of all slots from 1 on
+    adapted: Adapted
+    factors: LowRank
 
 
 class Operations(Protocol):

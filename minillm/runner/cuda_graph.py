@@ -80,7 +80,7 @@ class DecodeShape(NamedTuple):
 
     rows: int  # with drafts, tokens: each counts as a row
     width: int  # blocks of a table
-    adapted: bool = False  # whether it adds what adapters change: steps without them replay graphs without that
+    reach: int = 0  # slots of adapters whose changes it adds; 0: none, so steps without adapters do nothing for them
     lookup: bool = False  # whether the device finds the step's drafts
 
 
@@ -91,7 +91,7 @@ class MixedShape(NamedTuple):
     decodes: int
     prompts: int
     width: int  # blocks of a table
-    adapted: bool = False  # as in `DecodeShape`
+    reach: int = 0  # as in `DecodeShape`
 
     @property
     def rows(self) -> int:

@@ -71,7 +71,12 @@ class DecodeGraphs(Graphs[DecodeShape]):
     @property
     def count(self) -> int:
         widths = {self.width(blocks) for blocks in range(1, self.state.block_table.shape[2] + 1)}
-        return len(self.sizes) * len(widths) * (1 if self.state.adapters is None else 2)
+        return len(self.sizes) * len(widths) * len(self.reaches)
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """Return how many slots of adapters a step may reach: each has graphs of its own."""
+        return (0,) if self.state.adapters is None else (0, *self.state.adapters.reaches)
 
     @torch.inference_mode()
     def capture_sizes(self, shapes: Iterable[DecodeShape]) -> None:
@@ -89,11 +94,11 @@ class DecodeGraphs(Graphs[DecodeShape]):
         size = next((size for size in self.sizes if size >= count), None)
         if size is None:
             return None
-        return DecodeShape(size, self.width(-(-int(step.ends.max()) // self.state.block_size)), self.is_adapted(step))
+        return DecodeShape(size, self.width(-(-int(step.ends.max()) // self.state.block_size)), self.reach(step))
 
-    def is_adapted(self, step: Step) -> bool:
-        """Return whether any row of a step has an adapter."""
-        return self.state.adapters is not None and self.state.adapters.used_by(step.rows)
+    def reach(self, step: Step) -> int:
+        """Return the slots of adapters that a step reaches."""
+        return 0 if self.state.adapters is None else self.state.adapters.reach(step.rows)
 
     def _takes(self, step: Step) -> bool:
         """Return whether each row of a step with drafts runs its newest token and drafts, and its ring holds them."""
@@ -123,7 +128,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
 
     @property
     def largest(self) -> DecodeShape:
-        return DecodeShape(self.sizes[-1], self.width(self.state.block_table.shape[2]), self.state.adapters is not None)
+        return DecodeShape(self.sizes[-1], self.width(self.state.block_table.shape[2]), self.reaches[-1])
 
     def rehearse(self, shape: DecodeShape) -> None:
         inputs = torch.full((3, shape.rows), -1, dtype=torch.int64, device=self.state.device)
@@ -167,7 +172,7 @@ class DecodeGraphs(Graphs[DecodeShape]):
             decode=Rows.of_groups(prepared["table"], prepared["lengths"], self.query_start[: count + 1], 1),
             prefill=(),
             logits_index=None,
-            adapted=state.adapters.of_tokens(rows) if shape.adapted and state.adapters is not None else None,
+            adapted=None if state.adapters is None else state.adapters.of_tokens(rows, shape.reach),
         )
         fused = self.single_row if count == 1 and model.ops.engines_own else None
         if fused is not None and (batch.adapted is None or fused.takes_adapters):

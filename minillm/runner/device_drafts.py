@@ -74,7 +74,7 @@ class DeviceDrafts:
             ),
             prefill=(),
             logits_index=None,
-            adapted=adapters.of_tokens(token_rows) if adapters is not None and adapters.used_by(step.rows) else None,
+            adapted=None if adapters is None else adapters.of_tokens(token_rows, adapters.reach(step.rows)),
         )
         logits = model.logits(model.forward(batch, runner.caches))
         temperature, min_p, top_k, top_p, _ = state.parameters[token_rows].unbind(1)

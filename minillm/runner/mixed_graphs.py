@@ -76,11 +76,16 @@ class MixedGraphs(Graphs[MixedShape]):
 
     @property
     def largest(self) -> MixedShape:
-        return self.shapes[-1]._replace(adapted=self.state.adapters is not None)
+        return self.shapes[-1]._replace(reach=self.reaches[-1])
 
     @property
     def count(self) -> int:
-        return len(self.shapes) * (1 if self.state.adapters is None else 2)
+        return len(self.shapes) * len(self.reaches)
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """Return those of these graphs: a step with any adapter reaches all slots."""
+        return tuple({0, self.decodes.reaches[-1]})
 
     @staticmethod
     def supports(model: Model) -> bool:
@@ -104,14 +109,14 @@ class MixedGraphs(Graphs[MixedShape]):
             and shape.prompts >= prompts
         )
         shape = next(fitting, None)
-        return None if shape is None else shape._replace(adapted=self.decodes.is_adapted(step))
+        return None if shape is None else shape._replace(reach=self.reaches[-1] if self.decodes.reach(step) else 0)
 
     def replay(self, step: Step, shape: MixedShape) -> Replayed | None:
         try:
             captured = self.capture(shape)
         except torch.OutOfMemoryError as error:
             self._check_alone(error)
-            self.shapes.remove(shape._replace(adapted=False))  # it is not tried again
+            self.shapes.remove(shape._replace(reach=0))  # it is not tried again
             return None
         self.state.store_drafts(step)
         self._fill(step, shape)
@@ -218,8 +223,9 @@ class MixedGraphs(Graphs[MixedShape]):
             prefill=Rows.of_groups(table[:, decodes:], lengths[decodes:], sent.query_start.int(), shape.tokens),
             logits_index=sent.last,
         )
-        if shape.adapted and state.adapters is not None:
-            batch.adapted = state.adapters.of_tokens(torch.cat((sent.rows[:decodes], sent.token_rows)))
+        if state.adapters is not None:
+            rows = torch.cat((sent.rows[:decodes], sent.token_rows))
+            batch.adapted = state.adapters.of_tokens(rows, shape.reach)
         logits = model.logits(model.forward(batch, self.decodes.caches))
         to_sample = ToSample.of(logits, prepared)
         out.copy_(to_sample.sample(sent.sampling, sent.positions, model.ops, state, out)[sent.order])

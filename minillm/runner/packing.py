@@ -61,7 +61,7 @@ def pack(
         decode=part(0, step.decodes),
         prefill=part(step.decodes, len(step.rows)),
         logits_index=more[0] if more else None,
-        adapted=adapters.of_tokens(rows_of_tokens) if adapters is not None and adapters.used_by(step.rows) else None,
+        adapted=None if adapters is None else adapters.of_tokens(rows_of_tokens, adapters.reach(step.rows)),
         embedded=None if embedded is None else (state.to_device(embedded[0]), state.to_device(embedded[1])),
         streams=streams,
     )

@@ -74,15 +74,14 @@ class StepGraphs:
         Where there may be adapters, each is captured with them, too: else the first request with one would wait for it,
         and so would all others in its steps.
         """
-        kinds = (False,) if self.decodes.state.adapters is None else (True, False)
-        shapes = [shape._replace(adapted=adapted) for shape in decodes for adapted in kinds]
+        shapes = [shape._replace(reach=reach) for shape in decodes for reach in self.decodes.reaches]
         self.decodes.capture_sizes(shapes)
         if self.lookups is not None:
             self.lookups.capture_sizes(shapes)
         if self.mixed is not None and self.captured.operations.engines_own:
-            for adapted in kinds:
+            for reach in reversed(self.mixed.reaches):
                 for shape in reversed(self.mixed.shapes):
-                    self.mixed.capture(shape._replace(adapted=adapted))
+                    self.mixed.capture(shape._replace(reach=reach))
 
     def rehearse_largest(self) -> None:
         """Run the largest steps without capturing them, to measure their memory."""

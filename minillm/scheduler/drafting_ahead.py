@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STATELESS = FirstComeFirstServed, Priority, ShortestPromptFirst
 
 MOST_LOOKED_UP = 16  # rows that the host looks at before a step; with more, they take turns
-MOST_LEARNED = 256  # tokens that it learns before a step, for one row
+MOST_LEARNED = 256  # tokens that it learns before a step, for all rows together
 
 
 def combines(self: "Scheduler") -> bool:
@@ -62,17 +62,24 @@ def look_again(self: "Scheduler") -> None:
     """Let the device draft again for rows whose text, as far as it is read, goes on like an earlier place."""
     speculation = self.speculation
     assert speculation is not None, "without it there are no drafts"
-    proposer, learns = speculation.proposer, True
+    proposer, left = speculation.proposer, MOST_LEARNED
+    index = proposer if isinstance(proposer, NgramProposer) else None
     rows = self.order[speculation.searches[self.order]]
     turns = max(-(-len(rows) // MOST_LOOKED_UP), 1)
     for row in rows[self.newest % turns :: turns].tolist():
         count = int(self.confirmed[row])
         if speculation.looks(row, count):
             each = asked(self, row, count, 1)
-            if isinstance(proposer, NgramProposer) and not proposer.catch_up(each, MOST_LEARNED if learns else 0):
-                learns = False
-            elif proposer.propose([each])[0]:
+            behind = 0 if index is None else index.behind(each)
+            if index is not None and behind > left:
+                index.catch_up(each, left)
+                left = 0
+                continue
+            left -= behind
+            if proposer.propose([each])[0]:
                 speculation.resume(row, count)
+            else:
+                speculation.found_none(row, count)
 
 
 def draft_ahead(self: "Scheduler") -> Step | None:
@@ -81,6 +88,9 @@ def draft_ahead(self: "Scheduler") -> Step | None:
     if speculation is None or not speculation.on_device:
         return None
     look_again(self)
+    rows = self.order
+    if speculation.newest_ahead <= self.read and not speculation.drafts_now(rows, self.known[rows]).any():
+        return None  # as in most steps of a text that repeats nothing
     if not combines(self):
         return None
     rows, queries, _ = self._share_budget(self._runnable())

@@ -34,6 +34,7 @@ class TimedStep(Protocol):
 
     rows: np.ndarray
     queries: np.ndarray
+    drafts: np.ndarray | None
 
     @property
     def drafted(self) -> np.ndarray: ...
@@ -131,6 +132,10 @@ class Speculation:
     def looks(self, row: int, known: int) -> bool:
         """Return whether the host looks for drafts of a row that has so many tokens, so that the device does again."""
         return bool(self.searches[row]) and known >= self._looks_from[row]
+
+    def found_none(self, row: int, known: int) -> None:
+        """Take in that the host found no draft of a row with so many tokens, and need not look at these again."""
+        self._looks_from[row] = known + 1
 
     def resume(self, row: int, known: int) -> None:
         """Let the device draft for a row again from its `known` tokens on: the host has found a draft."""
@@ -243,7 +248,7 @@ class Speculation:
     def timed(self, step: TimedStep, seconds: float) -> None:
         """Take in how long a step took. Those that run prompts are left out."""
         seconds, self._proposing = seconds - self._proposing, 0.0
-        drafted, tokens = int(step.drafted.sum()), int(step.queries.sum())
+        drafted, tokens = 0 if step.drafts is None else int(step.drafted.sum()), int(step.queries.sum())
         if tokens == len(step.rows) + drafted:
             self.costs.observe(drafted > 0, tokens, seconds)
 

@@ -25,9 +25,13 @@ class NgramProposer:
     def propose(self, asked: Sequence[Asked]) -> list[list[int]]:
         return [self._index(each).continuation(each.tokens, each.most) for each in asked]
 
-    def catch_up(self, asked: Asked, most: int) -> bool:
-        """Learn up to `most` of a request's tokens; returns whether these were all but its newest."""
-        return self._index(asked).catch_up(asked.tokens, most)
+    def behind(self, asked: Asked) -> int:
+        """Return how many tokens of a request are not learned yet; 0: but for a few, which the next proposal learns."""
+        return self._index(asked).behind(len(asked.tokens))
+
+    def catch_up(self, asked: Asked, most: int) -> None:
+        """Learn up to `most` of a request's tokens."""
+        self._index(asked).catch_up(asked.tokens, most)
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
@@ -68,11 +72,15 @@ class NgramIndex:
                 return self._repeated(tokens, start, most)
         return []
 
-    def catch_up(self, tokens: np.ndarray, most: int) -> bool:
-        """As `NgramProposer.catch_up`."""
-        if len(tokens) - 1 - self._seen > IN_BULK:
+    def behind(self, count: int) -> int:
+        """Return how many n-grams of `count` tokens are still to be learned, if these are enough to do it in bulk."""
+        behind = count - 1 - self._seen
+        return behind if behind > IN_BULK else 0
+
+    def catch_up(self, tokens: np.ndarray, most: int) -> None:
+        """Learn the n-grams of the next tokens, up to `most`."""
+        if self.behind(len(tokens)):
             self._learn(tokens[: self._seen + most + 1])
-        return len(tokens) - 1 - self._seen <= IN_BULK
 
     @staticmethod
     def _repeated(tokens: np.ndarray, start: int, most: int) -> list[int]:

@@ -1,17 +1,19 @@
 """Captured steps with adapters: a second set of graphs, so that steps without adapters replay what they always did."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from minillm import LLM, SamplingParams, ops
+from minillm.adapters import slots
 from minillm.engine.adapters import some_adapter
 from minillm.errors import InvalidRequest
 from minillm.runner.executor import WatchedExecutor
 from tests import models, peft_files
 from tests.emulated_graphs import emulated_graphs
 
-pytest.importorskip("triton", reason="graphs need triton, which is not installed here")
+kernels = pytest.importorskip("minillm.ops.triton", reason="graphs need triton, which is not installed here")
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 NAMES = [None, "adapter 0", "adapter 2"]
 
@@ -31,9 +33,48 @@ def adapters(directory, tmp_path_factory):
 def shapes(llm):
     """Which graphs have been replayed: (kind, whether adapters are in it)."""
     captured = llm.engine.executor.runner.graphs.captured
-    graphs = {("decode", key.adapted): each for key, each in captured.decodes.items()}
+    graphs = {("decode", key.reach): each for key, each in captured.decodes.items()}
     graphs |= {("mixed", key[-1]): each for key, each in captured.mixed.items()}
     return {key for key, each in graphs.items() if each.graph.count}
+
+
+def run_kernels(monkeypatch):
+    """Let CPUs run the compositions of adapters as GPUs do: interpreted kernels."""
+    for name in ("adapted_linear", "unadded_linear", "added", "adapted_gate", "normed", "rotary_write"):
+        monkeypatch.setitem(ops.on("cpu").fused, name, getattr(kernels, name))
+
+
+@pytest.mark.parametrize("name", ["gemma-multi-query", "llama-biases", "qwen3-grouped", "gemma2-grouped-untied"])
+def test_factors_beneath_weights_give_the_same_tokens(name, tmp_path, monkeypatch):
+    """A step reaches the lowest slots alone, or all of them, as its rows need."""
+    models.make(name).save_pretrained(tmp_path / "model")
+    given = peft_files.several(tmp_path / "adapters", tmp_path / "model", 3)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
+    prompts, products = [[7, 8, 9], [7, 8, 9, 10], [11], [7, 8]], []
+
+    def run(llm):
+        return [
+            [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=names)]
+            for names in (["adapter 0", None, "adapter 0", "adapter 0"], [None, "adapter 2", "adapter 1", "adapter 0"])
+        ]
+
+    with LLM(tmp_path / "model", adapters=given, **options) as llm:
+        expected = run(llm)
+    run_kernels(monkeypatch)
+    monkeypatch.setattr(slots, "NEAR", 1)
+    monkeypatch.setattr(slots, "AdapterSlots", partial(slots.AdapterSlots, beneath=True))
+    own = kernels.unadded_linear
+
+    def unadded(linear, x, weight, adapted):
+        products.append((len(x), adapted.beneath[id(weight)].shape[0] - weight.shape[0]))
+        return own(linear, x, weight, adapted)
+
+    monkeypatch.setitem(ops.on("cpu").fused, "unadded_linear", unadded)
+    with LLM(tmp_path / "model", adapters=given, **options) as llm:
+        adapters = llm.engine.executor.runner.state.adapters
+        assert adapters.reaches == (1, 3) and run(llm) == expected
+        size = next(iter(adapters.factors.values())).down.shape[1]
+    assert {beneath for _, beneath in products} >= {size, 3 * size}
 
 
 @pytest.mark.proof
@@ -43,17 +84,17 @@ def test_steps_with_adapters_replay_graphs_of_their_own(directory, adapters, mon
         expected = [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=NAMES)]
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
     with emulated_graphs():
-        monkeypatch.setitem(ops.on("cpu").fused, "add_adapted", ops.triton.add_adapted)
+        run_kernels(monkeypatch)
         with LLM(directory, adapters=adapters, **options) as llm:
             together = [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=NAMES)]
-            assert shapes(llm) <= {("decode", True), ("mixed", True), ("decode", False)}
+            assert shapes(llm) <= {("decode", 3), ("mixed", 3), ("decode", 0)}
             alone = llm.generate(prompts[1], GREEDY, adapter=NAMES[1])[0].token_ids
             replayed = shapes(llm)
-            assert {("decode", True), ("mixed", True)} <= replayed
+            assert {("decode", 3), ("mixed", 3)} <= replayed
             single_row = llm.engine.executor.runner.graphs.decodes.single_row
             assert single_row is not None
             base = llm.generate(prompts[0], GREEDY)[0].token_ids
-            assert shapes(llm) >= replayed | {("decode", False), ("mixed", False)}
+            assert shapes(llm) >= replayed | {("decode", 0), ("mixed", 0)}
     assert together == expected and alone == expected[1] and base == expected[0]
 
 
@@ -64,8 +105,8 @@ def test_each_shape_is_captured_with_adapters_and_without(directory, adapters, m
         for kind in graphs.kinds:
             monkeypatch.setattr(type(kind), "capture", lambda _, shape: seen.append(shape))
         graphs.capture_all()
-        plain = {each for each in seen if not each.adapted}
-        assert {each._replace(adapted=True) for each in plain} == {each for each in seen if each.adapted}
+        plain = {each for each in seen if not each.reach}
+        assert {each._replace(reach=3) for each in plain} == {each for each in seen if each.reach}
         assert {each.rows for each in plain} >= {1, 2, 3} and set(graphs.mixed.shapes) <= plain
 
 

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.ops import reference
 from minillm.ops.signatures import Adapted, LowRank
+from minillm.quantization import DenseWeight
 from tests.kernels.compare import DTYPES, assert_close, random_tensor
 
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
-from minillm.kernels import low_rank  # noqa: E402  needs triton
+from minillm.kernels import adapted_activation as fused  # noqa: E402  needs triton
+from minillm.kernels import low_rank  # noqa: E402
 
 
 def factors(slots, parts, rank, columns, dtype, device):
@@ -47,7 +50,7 @@ def sizes(request, monkeypatch):
     monkeypatch.setattr(low_rank, "MANY", low_rank.MANY._replace(**small, tokens=32, entries=32, pieces=2))
     monkeypatch.setattr(low_rank, "FEW_TOKENS", {"few": 999, "many": 0}[request.param])
     monkeypatch.setattr(low_rank, "processors", lambda _: 1)
-    return low_rank._tiles(1).tokens
+    return low_rank.sizes_for(1).tokens
 
 
 @pytest.mark.parametrize(
@@ -71,31 +74,111 @@ def test_a_tile_has_tokens_of_one_slot_and_each_token_is_in_one(counts, sizes, d
     slots = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     slots = slots[torch.randperm(len(slots))].to(device)
     used, *tiles = low_rank.token_tiles(slots, len(counts)).tolist()
-    size = len(used) - 1
-    assert max(used[0], 0) == sum(-(-count // size) for count in counts[1:])
-    found = [(token, slot) for slot, *tokens in tiles[: max(used[0], 0)] for token in tokens if token >= 0]
-    assert sorted(found) == [(token, slot) for token, slot in enumerate(slots.tolist()) if slot]
-    assert all(set(tile) == {-1} for tile in tiles[max(used[0], 0) :])
+    size, (adapted, all_tiles) = len(used) - 1, (max(each, 0) for each in used[:2])
+    assert (adapted, all_tiles) == tuple(sum(-(-count // size) for count in some) for some in (counts[1:], counts))
+    found = [(token, slot) for slot, *tokens in tiles[:all_tiles] for token in tokens if token >= 0]
+    assert sorted(found) == list(enumerate(slots.tolist()))
+    assert all(tile[0] for tile in tiles[:adapted]) and not any(tile[0] for tile in tiles[adapted:all_tiles])
+    assert all(set(tile) == {-1} for tile in tiles[all_tiles:])
 
 
 def test_tokens_are_grouped_once_for_all_weights_of_a_step(device, monkeypatch):
     grouped, own = [], low_rank.token_tiles
     monkeypatch.setattr(
-        low_rank, "token_tiles", lambda slots, count: grouped.append(slots.tolist()) or own(slots, count)
+        low_rank, "token_tiles", lambda slots, *more: grouped.append(slots.tolist()) or own(slots, *more)
     )
-    weights = [factors(4, parts, 4, 24, torch.float32, device) for parts in ((8, 8), (30,))]
-    adapted = Adapted(torch.tensor([2, 0, 3, 3, 1], device=device), {})
-    for step in (adapted, adapted.only(torch.tensor([4, 1, 0, 2, 3], device=device)), Adapted(adapted.slots[:3], {})):
-        for given in weights:
-            x, out = (
-                random_tensor(len(step.slots), size, dtype=torch.float32, device=device)
-                for size in (24, given.ends[-1])
-            )
-            wanted = reference.add_low_rank(out.clone(), x, step.slots, given)
-            got = kernels.add_adapted(out, x, step, given)
-            assert_close("add_adapted", got, wanted, torch.float32)
+    weights = [DenseWeight(random_tensor(16, 24, dtype=torch.float32, device=device)) for _ in range(2)]
+    parts = ((8, 8), (16,))
+    of = {id(w): factors(4, each, 4, 24, torch.float32, device) for w, each in zip(weights, parts, strict=True)}
+    adapted = Adapted(torch.tensor([2, 0, 3, 3, 1], device=device), of)
+    for step in (adapted, adapted.only(torch.tensor([4, 1, 0, 2, 3], device=device)), Adapted(adapted.slots[:3], of)):
+        x = random_tensor(len(step.slots), 24, dtype=torch.float32, device=device)
+        for weight in weights:
+            wanted = reference.add_low_rank(reference.linear(x, weight), x, step.slots, of[id(weight)])
+            got = kernels.adapted_linear(reference.linear, x, weight, step)
+            assert_close("adapted_linear", got, wanted, torch.float32)
     assert grouped == [[2, 0, 3, 3, 1], [1, 0, 2, 3, 3], [2, 0, 3]]
-    assert kernels.add_adapted(out.double(), x.double(), step, given) is None
+    assert kernels.adapted_linear(reference.linear, x.double(), weights[0], step) is None
+    assert kernels.adapted_gate(reference.linear, x.double(), weights[0], "silu", step) is None
+    assert kernels.adapted_gate(reference.linear, x, weights[0], "silu", step) is None, "few tokens take two launches"
+
+
+@pytest.fixture
+def beneath(device):
+    """A weight with two parts, a batch of tokens some of which have adapters, A beneath the weight, and the tokens."""
+    given = factors(4, (8, 8), 4, 24, torch.float32, device)
+    weight = DenseWeight(random_tensor(16, 24, dtype=torch.float32, device=device))
+    both = DenseWeight(torch.cat((weight.weight, given.down[1:].flatten(0, 1))))
+    slots = torch.tensor([2, 0, 3, 3, 1, 0], device=device)
+    step = Adapted(slots, {id(weight): given}, {id(weight): both})
+    return weight, given, step, random_tensor(6, 24, dtype=torch.float32, device=device)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_product_with_the_factors_beneath_a_weight_gives_what_two_give(few, beneath, monkeypatch):
+    """With few tokens; it computes A x of all slots, and with many tokens that would take longer."""
+    monkeypatch.setattr(low_rank, "FEW_TOKENS", 6 if few else 5)
+    monkeypatch.setattr(fused, "FEW_TOKENS", low_rank.FEW_TOKENS)
+    (weight, given, step, x), products = beneath, []
+
+    def linear(x, weight):
+        products.append(weight.shape[0])
+        return reference.linear(x, weight)
+
+    wanted = reference.add_low_rank(reference.linear(x, weight), x, step.slots, given)
+    assert_close("adapted_linear", kernels.adapted_linear(linear, x, weight, step), wanted, torch.float32)
+    gated = kernels.adapted_gate(linear, x, weight, "silu", step)
+    assert_close("adapted_gate", gated, reference.gated_activation(wanted, "silu"), torch.float32)
+    assert products == ([40, 40] if few else [16, 16])
+    product = kernels.unadded_linear(linear, x, weight, step)
+    if few:
+        assert_close("added", kernels.added(product), wanted, torch.float32)
+        short = step.only(torch.arange(5, device=x.device))
+        assert kernels.adapted_gate(linear, x[:5], weight, "silu", short) is None, "too few tokens share an adapter"
+    else:
+        assert product is None
+
+
+def test_the_norm_of_a_product_adds_what_adapters_change(beneath):
+    weight, given, step, x = beneath
+    residual, norm = (random_tensor(*size, dtype=torch.float32, device=x.device) for size in ((6, 16), (16,)))
+    wanted = reference.add_low_rank(reference.linear(x, weight), x, step.slots, given)
+    given = given._replace(ends=(16,))  # of one part: its h are the first ones
+    step.factors[id(weight)] = given._replace(down=given.down[:, :4])
+    step.beneath[id(weight)] = DenseWeight(torch.cat((weight.weight, given.down[1:, :4].flatten(0, 1))))
+    wanted = reference.add_low_rank(reference.linear(x, weight), x, step.slots, step.factors[id(weight)])
+    product = kernels.unadded_linear(reference.linear, x, weight, step)
+    for got, expected in zip(
+        kernels.normed(product, residual, norm, 1e-6), reference.add_rms_norm(wanted, residual, norm, 1e-6), strict=True
+    ):
+        assert_close("normed", got, expected, torch.float32)
+    assert product.out.equal(reference.linear(x, weight)), "the product itself stays"
+
+
+@pytest.mark.parametrize("heads, kv_heads, dim", [(3, 1, 8), (4, 2, 16)])
+@pytest.mark.parametrize("rotate_keys, keep", [(True, True), (False, False)])
+def test_rotation_adds_what_adapters_change_of_queries_keys_and_values(heads, kv_heads, dim, rotate_keys, keep, device):
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
+    given = factors(4, sizes, 5, 24, torch.float32, device)
+    weight = DenseWeight(random_tensor(sum(sizes), 24, dtype=torch.float32, device=device))
+    both = DenseWeight(torch.cat((weight.weight, given.down[1:].flatten(0, 1))))
+    slots = torch.tensor([2, 0, 3, 1], device=device)
+    x, cos_sin = (random_tensor(4, *size, dtype=torch.float32, device=device) for size in ((24,), (2, dim)))
+    cos_sin = torch.cat((cos_sin[:, :, : dim // 2], cos_sin[:, :, : dim // 2]), dim=2)
+    cos_sin[:, 1, : dim // 2] *= -1
+    product = kernels.unadded_linear(
+        reference.linear, x, weight, Adapted(slots, {id(weight): given}, {id(weight): both})
+    )
+    whole = reference.add_low_rank(reference.linear(x, weight), x, slots, given)
+    written = []
+    for qkv, more in ((product.out, (product,)), (whole, ())):
+        cache = LayerCache(*(torch.zeros(3, 2, kv_heads, dim, device=device) for _ in range(2)))
+        q, k, v = qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
+        to = torch.tensor([4, 0, -1, 3], device=device)
+        written.append((*kernels.rotary_write(q, k, v, cos_sin, cache, to, rotate_keys, keep, *more), cache.k, cache.v))
+    for name, got, wanted in zip(("q", "k", "cached k", "cached v"), *written, strict=True):
+        if name != "k" or keep:
+            assert_close(name, got, wanted, torch.float32)
 
 
 def test_a_tokens_result_does_not_depend_on_the_others(device):

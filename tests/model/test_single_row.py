@@ -99,7 +99,7 @@ def equal_to_the_unfused_step(model, adapters=None, tokens=(7, 50)):
         if adapters is not None:
             slot = (1, 2, 0)[step]
             adapters.occupy([NewRow(0, np.zeros(0), 0, SamplingParams(), 0, (), (slot, slot))])
-            batch.adapted = adapters.of_tokens(torch.tensor([0]))
+            batch.adapted = adapters.of_tokens(torch.tensor([0]), adapters.reach(np.array([0])))
         wanted = model.logits(model.forward(batch, paged.caches))
         found = fused.logits(batch, caches)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -130,7 +130,7 @@ def test_adapters_of_quantized_weights_are_for_the_unfused_step(tmp_path):
     fused, paged = single_row.SingleRow(model, adapters.factors), Paged(model)
     assert not fused.takes_adapters
     batch = paged.batch({paged.admit(): [7]}, {})
-    batch.adapted = adapters.of_tokens(torch.tensor([0]))
+    batch.adapted = adapters.of_tokens(torch.tensor([0]), adapters.reaches[-1])
     with pytest.raises(ValueError, match="adapters of dense weights"):
         fused.logits(batch, paged.caches)
 

@@ -116,6 +116,8 @@ def test_a_late_miss_of_the_device_ends_no_pause():
     found = made(FLAT, "cuda")
     found.learn_ahead(1, ROW, np.array([100]), np.array([0]), np.array([0]))
     assert found.looks(0, 100) and not found.waits(ROW, np.array([100 + FIRST]))[0]
+    found.found_none(0, 100)
+    assert not found.looks(0, 100) and found.looks(0, 101), "the host looks at the same tokens once"
     found.occupy(0, wanted=True)
     lived(found, 0, 9)
     assert chosen(found) == 0 and not found.waits(ROW, np.array([100]))[0]

@@ -210,21 +210,28 @@ def test_the_device_goes_on_where_the_host_has_found_a_draft(host_finds, ran, mo
     assert (ran.steps > 50) == host_finds
 
 
-def test_the_host_learns_a_long_prompt_bit_by_bit(monkeypatch):
+def test_the_host_learns_long_prompts_bit_by_bit(monkeypatch):
+    """Those of all rows together: a step waits for it."""
     learned, own = [], NgramIndex._learn
 
     def learn(self, tokens):
-        learned.append(len(tokens) - 1 - self._seen)
+        learned[-1] += len(tokens) - 1 - self._seen
         own(self, tokens)
+
+    def look_again(scheduler, own=drafting_ahead.look_again):
+        learned.append(0)
+        own(scheduler)
 
     monkeypatch.setattr(device_drafts, "look_up", finds_nothing)
     monkeypatch.setattr(NgramIndex, "_learn", learn)
     monkeypatch.setattr(drafting_ahead, "MOST_LEARNED", 40)
+    monkeypatch.setattr(drafting_ahead, "look_again", look_again)
     with LLM(**MADE, **AHEAD) as llm:
         as_on_a_gpu(llm)
-        prompts = [[7 + i, *range(20, 20 + 100 * (i + 1))] for i in range(2)]
-        llm.generate(prompts, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
-    assert max(learned) == 40 and sum(learned) >= 300 - 2 * 40
+        for lengths in ((100, 200), (34, 35)):
+            prompts = [[7 + i, *range(20, 20 + length)] for i, length in enumerate(lengths)]
+            llm.generate(prompts, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
+    assert max(learned) == 40 and sum(learned) >= 369 - 4 * 40
 
 
 def test_of_many_rows_the_host_looks_at_a_few_before_each_step(monkeypatch):

@@ -1,0 +1,144 @@
+"""The gated activation of a product to which adapters add, without writing what they add.  Lessons 03 and 15.
+
+    gate, up = gate_up[t, :I] + B_gate[slots[t]] h_gate[t], gate_up[t, I:] + B_up[slots[t]] h_up[t]
+    out[t]   = activation(gate) * up
+
+h as in `low_rank`. The product of gate and up is the widest of a layer; `low_rank.add_grouped` would read and write it
+before the activation reads it again. Here it is read once, and what adapters add to it stays in registers. The sums are
+rounded to the product's dtype before they are activated, as in two launches.
+
+Tiling: programs go through the tiles of tokens that `token_tiles` made, those without an adapter, too, and for each
+tile through blocks of columns. A tile's h [tokens, rank] stays in registers, and tensor cores multiply it by the rows
+of B of one block after another. All of it waits for memory, so the blocks are small, and many programs run together.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import is_compiled
+from .low_rank import FEW_TOKENS, Inner, load_tile
+from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
+
+# For few and for many tokens. Tensor cores take at least 16.
+IN_TILE, COLUMNS_AT_ONCE, PROGRAMS, WARPS = (16, 32), (64, 128), (8, 4), 4
+
+
+def tile_tokens(tokens: int) -> int:
+    """Return the tokens of a tile, for steps of so many."""
+    return IN_TILE[tokens > FEW_TOKENS]
+
+
+@triton.jit
+def _h_of(
+    inner_ptr, share_stride, token_stride, slot_stride, slot, members, part,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
+):  # fmt: skip
+    """Return a part's h of the tokens of a tile [tokens, RANK_TILE]. See `Inner`."""
+    ranks, shares = tl.arange(0, RANK_TILE)[None, None, :], tl.arange(0, SHARE_TILE)[:, None, None]
+    at = shares * share_stride + members[None, :, None] * token_stride + (slot - 1) * slot_stride + part * RANK + ranks
+    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, :, None] & (slot > 0)
+    return tl.sum(tl.load(inner_ptr + at, mask=wanted, other=0).to(tl.float32), axis=0)
+
+
+@triton.jit
+def _rows_of_b(up_ptr, slot, slot_stride, begin, real, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr):
+    """Return rows of B [TILE, RANK_TILE], zero for slot 0."""
+    ranks = tl.arange(0, RANK_TILE)[None, :]
+    at = up_ptr + slot.to(tl.int64) * slot_stride + (begin + tl.arange(0, TILE))[:, None] * RANK + ranks
+    return tl.load(at, mask=real[:, None] & (ranks < RANK) & (slot > 0), other=0)
+
+
+@triton.jit
+def _times_b(high, low, b, PRECISION: tl.constexpr):
+    """h [tokens, rank] times B^T: [tokens, rows]. h is high, or high + low."""
+    if PRECISION is None:
+        total = tl.dot(high, tl.trans(b))
+        if low is not None:
+            total = tl.dot(low, tl.trans(b), total)
+    else:
+        total = tl.dot(high, tl.trans(b.to(tl.float32)), input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def adapted_activation_kernel(
+    gate_up_ptr, out_ptr, tiles_ptr, up_ptr, inner_ptr, share_stride, token_stride, inner_stride, gate_up_stride,
+    slot_stride,
+    COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """EXACT: h has no more digits than B; else what its nearest number of B's dtype leaves is multiplied, too."""
+    BLOCKS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    items = tl.load(tiles_ptr + 1) * BLOCKS
+    share = items // programs
+    more = items - share * programs  # programs that have one more
+    item = program * share + tl.minimum(program, more)
+    last = item + share + (program < more).to(tl.int32)
+    kind = out_ptr.dtype.element_ty
+    wait_for_inputs(DEPENDENT)
+    while item < last:
+        slot, members = load_tile(tiles_ptr, item // BLOCKS, True, TOKENS)
+        h_gate = _h_of(
+            inner_ptr, share_stride, token_stride, inner_stride, slot, members, 0, RANK, RANK_TILE, SHARES, SHARE_TILE
+        )
+        h_up = _h_of(
+            inner_ptr, share_stride, token_stride, inner_stride, slot, members, 1, RANK, RANK_TILE, SHARES, SHARE_TILE
+        )
+        gate_low, up_low = None, None
+        if PRECISION is None:
+            gate_high, up_high = h_gate.to(up_ptr.dtype.element_ty), h_up.to(up_ptr.dtype.element_ty)
+            if not EXACT:
+                gate_low = (h_gate - gate_high.to(tl.float32)).to(gate_high.dtype)
+                up_low = (h_up - up_high.to(tl.float32)).to(up_high.dtype)
+        else:
+            gate_high, up_high = h_gate, h_up
+        end = tl.minimum(last, (item // BLOCKS + 1) * BLOCKS)
+        for each in tl.range(item, end, num_stages=1):
+            begin = each % BLOCKS * TILE
+            columns = begin + tl.arange(0, TILE)
+            real = columns < COLUMNS
+            mask = (members >= 0)[:, None] & real[None, :]
+            at = gate_up_ptr + members.to(tl.int64)[:, None] * gate_up_stride + columns[None, :]
+            gate = tl.load(at, mask=mask, other=0)
+            up = tl.load(at + COLUMNS, mask=mask, other=0)
+            b_gate = _rows_of_b(up_ptr, slot, slot_stride, begin, real, RANK, RANK_TILE, TILE)
+            b_up = _rows_of_b(up_ptr, slot, slot_stride, COLUMNS + begin, real, RANK, RANK_TILE, TILE)
+            gate = (gate.to(tl.float32) + _times_b(gate_high, gate_low, b_gate, PRECISION)).to(kind).to(tl.float32)
+            up = (up.to(tl.float32) + _times_b(up_high, up_low, b_up, PRECISION)).to(kind).to(tl.float32)
+            target = out_ptr + members.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+            tl.store(target, (activated(gate, GELU) * up).to(kind), mask=mask)
+        item = end
+
+
+def adapted_activation(
+    gate_up: torch.Tensor, inner: Inner, tiles: torch.Tensor, up: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """gate_up [tokens, 2 * I], gate first -> activation(gate) * up [tokens, I], with what adapters add.  Lesson 15.
+
+    inner: h of the tokens; tiles: `token_tiles` of their slots, with `tile_tokens` in each; up [all, 2 * I, rank]: B,
+    whose slots' entries are contiguous. activation: "gelu_tanh" or "silu". Raises ValueError for another, and unless
+    gate_up's rows are contiguous.
+    """
+    if activation not in ("gelu_tanh", "silu"):
+        raise ValueError(f'activation is "gelu_tanh" or "silu", not {activation!r}')
+    if gate_up.stride(1) != 1:
+        raise ValueError(f"rows of gate_up have a stride of {gate_up.stride(1)}: they must be contiguous")
+    (tokens, rows), rank = gate_up.shape, up.shape[2]
+    out = torch.empty((tokens, rows // 2), dtype=gate_up.dtype, device=gate_up.device)
+    if not tokens:
+        return out
+    many, size = int(tokens > FEW_TOKENS), tile_tokens(tokens)
+    tile = max(16, min(COLUMNS_AT_ONCE[many], triton.next_power_of_2(rows // 2)))
+    items = (len(tiles) - 1) * triton.cdiv(rows // 2, tile)
+    half = is_compiled(out) and up.dtype == torch.bfloat16
+    adapted_activation_kernel[(min(items, PROGRAMS[many] * processors(out.device)),)](
+        gate_up, out, tiles, up, inner.values, *inner[2:], gate_up.stride(0), up.stride(0),
+        COLUMNS=rows // 2, RANK=rank, RANK_TILE=max(16, triton.next_power_of_2(rank)), TOKENS=size, TILE=tile,
+        SHARES=inner.shares, SHARE_TILE=triton.next_power_of_2(inner.shares), EXACT=inner.values.dtype == up.dtype,
+        PRECISION=None if half else "ieee" if up.dtype == torch.float32 else "tf32x3",
+        GELU=activation == "gelu_tanh", num_warps=WARPS, **dependent_launch(out.device),
+    )  # fmt: skip
+    return out
