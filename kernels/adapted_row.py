@@ -243,6 +243,17 @@ def adapted_long_rows_kernel(
     tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=rows < ROWS)
 
 
+def workers_of(tiles: int, programs: int, helpers: int) -> int:
+    """Return how many programs have tiles of W, where `programs` run at once and `helpers` run beside the others.
+
+    If a program has several tiles, all have equally many: they end at about the same time anyway, since they wait for
+    h, and fewer programs leave the next kernel room to start early. Helpers end soon, so where they are many, they take
+    the place of a quarter of the others at most.
+    """
+    most = programs if tiles <= programs else programs - min(helpers, programs // 4)
+    return triton.cdiv(tiles, triton.cdiv(tiles, most))
+
+
 def _registers(dtype: torch.dtype, warps: int, together: int) -> int | None:
     """Return the most registers of a thread with which so many programs run on one processor at a time; None: any
     number.
@@ -290,10 +301,7 @@ def product(
         default = whole_config(rows, columns, bool(activation), processors(x.device))
         config = launch_configs.tuned("whole_rows", default, **sizes, gated=int(bool(activation)))
         helpers, tiles = triton.cdiv(size, config.tile), triton.cdiv(rows, config.tile)
-        # Helpers run beside all others. Where these have several tiles each, they have equally many: all of them end at
-        # about the same time, since they wait for h, and fewer programs leave the next kernel room to start early.
-        most = config.programs if tiles <= config.programs else max(config.programs - helpers, 1)
-        workers = triton.cdiv(tiles, triton.cdiv(tiles, most))
+        workers = workers_of(tiles, config.programs, helpers)
         together = triton.cdiv(helpers + workers, processors(x.device))
         adapted_rows_kernel[(helpers + workers,)](
             x, post_norm, residual, total, norm, weight, bias, out, eps, rows, rows * columns, *factors,

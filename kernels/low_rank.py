@@ -32,6 +32,7 @@ from .single_row_parts import dependent_launch, processors, wait_for_inputs
 MOST_PARTS = 3
 FEW_TOKENS = 256
 GROUPED = 64  # tokens that a program groups
+MOST_OF_TOKEN = 1 << 17  # numbers of B that a program holds for one token: with 16 warps, 256 a thread
 
 
 class Tiles(NamedTuple):
@@ -347,6 +348,12 @@ class Term(NamedTuple):
         """Return the slots and the first arguments of `added_to_token`."""
         rank = self.up.shape[2]
         return self.slots, self.inner, self.inner.stride(0), self.parts * rank, self.up, self.up.stride(0)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether a program's threads can hold B of all rows at once."""
+        _, rows, rank = self.up.shape
+        return triton.next_power_of_2(rows) * triton.next_power_of_2(rank) <= MOST_OF_TOKEN
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -168,6 +168,10 @@ def rotary_write_kernel(
         to = k_out_ptr + token * (2 * HALF * KV_HEADS) + at
         tl.store(to, k1.to(k_out_ptr.dtype.element_ty), mask=real)
         tl.store(to + HALF, k2.to(k_out_ptr.dtype.element_ty), mask=real)
+        if adapters_ptr is not None:
+            own_v = v_ptr + token * v_stride + at
+            tl.store(own_v, v1.to(v_ptr.dtype.element_ty), mask=real)
+            tl.store(own_v + HALF, v2.to(v_ptr.dtype.element_ty), mask=real)
     wanted = real & (slot >= 0)
     at += (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
     if k_scale_ptr is not None:
@@ -231,7 +235,8 @@ def rotary_write(
     """`rotary_embedding` and `write_kv` in one launch; returns the rotated q, and k.  Lessons 08 and 11.
 
     rotate_keys: whether k is rotated before it is written. keep: whether it is returned as written. term: what adapters
-    add to q, k and v, its three parts, before that. d is a power of two. Raises ValueError as `write_kv`.
+    add to q, k and v, its three parts, before that; v, if k is kept, is overwritten with the sum. d is a power of two.
+    Raises ValueError as `write_kv`.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     written = torch.empty(k.shape, dtype=k.dtype, device=k.device) if keep else None

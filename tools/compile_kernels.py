@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minillm.kernels import (
     activation,
+    adapted_activation,
     adapted_row,
     decode_step,
     embedding,
@@ -45,7 +46,7 @@ from minillm.kernels import (
     truncation,
 )
 from minillm.kernels.arguments import CodeMatrix
-from minillm.kv_cache.layer_cache import CacheSpec
+from minillm.kv_cache.layer_cache import CacheSpec, LayerCache
 from minillm.kv_cache.split_pages import BlockShare
 from minillm.ops import AttentionOptions, Rows
 
@@ -158,7 +159,7 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
     run, triton.runtime.JITFunction.run = triton.runtime.JITFunction.run, compile_only
     try:
         single_row_parts.has_dependent_launch = lambda _: capability >= 90
-        for module in (integer_rows, few_rows, fp8_rows, truncation, fixed_order, low_rank):
+        for module in (integer_rows, few_rows, fp8_rows, truncation, fixed_order, low_rank, adapted_activation):
             module.is_compiled = lambda _: True
         x = torch.zeros(2, 2048, dtype=torch.bfloat16)
         normalization.rms_norm(x, torch.zeros(2048), 1e-6)
@@ -195,6 +196,18 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
                 slots, wide = torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens, 2048, dtype=dtype)
                 tiles = low_rank.token_tiles(slots, len(down))
                 low_rank.add_grouped(wide, wide, tiles, down, up, (512, 1024, 2048))
+                inner, wide = low_rank.inner_products(wide, tiles, down), torch.zeros(tokens, 2048, dtype=dtype)
+                tiles = low_rank.token_tiles(slots, len(down), adapted_activation.tile_tokens(tokens))
+                adapted_activation.adapted_activation(wide, inner, tiles, up, "gelu_tanh")
+            both = torch.zeros(2, 2560 + 3 * 48, dtype=dtype)
+            inner, up = low_rank.Inner.beneath(both[:, 2048:2304], 64), torch.zeros(5, 2048, 32, dtype=dtype)
+            tiles = low_rank.token_tiles(slots[:2], 5, adapted_activation.tile_tokens(2))
+            adapted_activation.adapted_activation(both[:, :2048], inner, tiles, up, "gelu_tanh")
+            term = low_rank.Term(both[:, 2560:], slots[:2], torch.zeros(4, 2560, 16, dtype=dtype), 3)
+            normalization.add_rms_norm(both[:, :2048], torch.zeros(2, 2048, dtype=dtype), torch.zeros(2048), 1e-6, term)
+            q, k, v = both[:, :2560].unflatten(1, (-1, 256)).split((8, 1, 1), dim=1)
+            cache = LayerCache(*torch.zeros(2, 4, 16, 1, 256, dtype=dtype))
+            rope_cache.rotary_write(q, k, v, torch.zeros(2, 2, 256), cache, slots[:2], term=term)
         low_rank.add_low_rank(x, x, slots[:2], down.bfloat16(), up.bfloat16(), (512, 1024, 2048))
         slot = torch.zeros(1, dtype=torch.int64)
         for shape, ends, options in (

@@ -24,6 +24,9 @@ from minillm.scheduler.step import NewRow
 from .peft import Adapter, read_adapter
 
 NEAR, FAR = 16, 64  # slots that a product with few tokens reaches; with more slots, A is multiplied on its own
+MOST_BYTES = (
+    32 << 20
+)  # of A beneath a weight that a product reads: more take longer than a launch that reads what it needs
 
 
 class AdapterSlots:
@@ -47,11 +50,13 @@ class AdapterSlots:
         self._modules = {address: parts for address, parts in modules(model.config).items() if address in weights}
         sizes = {name: len(parts) * rank for name, parts in self._modules.items()}  # rows of A
         if beneath is None:
-            beneath = self.device.type == "cuda" and slots <= FAR and model.parallel.size == 1
+            on_gpu = self.device.type == "cuda" and not model.ops.exact and self.dtype != torch.float64
+            beneath = on_gpu and slots <= FAR and model.parallel.size == 1
+        reaches = sorted({min(NEAR, slots), slots})
         grown = {
             name: weight
             for name, weight in weights.items()
-            if beneath and isinstance(weight, DenseWeight) and _has_room(weight, sizes[name])
+            if beneath and isinstance(weight, DenseWeight) and _has_room(weight, sizes[name], reaches[0])
         }
         lengths = {("down", name): sizes[name] * each.shape[1] for name, each in grown.items()}
         lengths |= {("down", name): sizes[name] * each.shape[1] for name, each in weights.items()}
@@ -59,7 +64,7 @@ class AdapterSlots:
         ends = np.cumsum([0, *lengths.values()]).tolist()
         self.size, first = ends[-1], ends[len(grown)]
         self._spans = {each: slice(*span) for each, span in zip(lengths, pairwise(ends), strict=True)}
-        self.reaches = tuple(sorted({min(NEAR, slots), slots})) if grown else (slots,)
+        self.reaches = tuple(reaches) if grown else (slots,)
         self._beneath: dict[int, dict[int, Weight]] = {reach: {} for reach in self.reaches}
         try:
             buffer = torch.zeros(slots + 1, self.size - first, dtype=self.dtype, device=self.device)
@@ -161,17 +166,21 @@ class AdapterSlots:
         if weight.bias is not None:
             bias = torch.cat((weight.bias, weight.bias.new_zeros(slots * size)))
         for reach, weights in self._beneath.items():
-            some = slice(rows + reach * size)
-            weights[id(weight)] = DenseWeight(both[some], None if bias is None else bias[some])
+            if _has_room(weight, size, reach):
+                some = slice(rows + reach * size)
+                weights[id(weight)] = DenseWeight(both[some], None if bias is None else bias[some])
         return both[rows - size :].unflatten(0, (-1, size))
 
     def _shard(self, part: Module) -> Shard:
         return shard(part, *self._ranks)
 
 
-def _has_room(weight: DenseWeight, size: int) -> bool:
-    """Return whether a weight can have `size` rows of A for each slot beneath it, and rows for slot 0."""
-    return weight.activations is None and len(weight.weight) >= size
+def _has_room(weight: DenseWeight, size: int, slots: int) -> bool:
+    """Return whether a product can read `size` rows of A for each slot beneath the weight, whose rows suffice for slot
+    0.
+    """
+    few = slots * size * weight.weight[0].nbytes <= MOST_BYTES
+    return few and weight.activations is None and len(weight.weight) >= size
 
 
 def loaded(model: Model, config: DeviceConfig) -> AdapterSlots | None:

@@ -6,13 +6,11 @@ what depends on a step's tokens alone.
 Importing this module fails if triton is not installed; the table then keeps the references.
 """
 
-from collections.abc import Callable
-
 import triton  # noqa: F401  so that an ImportError names triton, which the kernels need
 from torch import Tensor, bfloat16, dtype, float16, float64
 
 from minillm.kernels import activation as gated
-from minillm.kernels import adapted_activation, low_rank, normalization, paged_attention, rope_cache, sampling
+from minillm.kernels import normalization, paged_attention, rope_cache, sampling
 from minillm.kernels import partial_attention as over_parts
 from minillm.kv_cache.layer_cache import LayerCache, indexable, quantize
 from minillm.kv_cache.split_pages import SplitCache
@@ -20,15 +18,17 @@ from minillm.quantization import QuantizedActivations, Weight
 from minillm.quantization.methods.hadamard import transform as hadamard  # noqa: F401  in two small products
 
 from . import reference
-from .signatures import Adapted, AttentionOptions, LowRank, Rows, Truncation, Unadded
+from .signatures import AttentionOptions, Rows, Truncation, Unadded
+from .triton_adapted import adapted_gate as adapted_gate
+from .triton_adapted import add_adapted as add_adapted
+from .triton_adapted import add_low_rank as add_low_rank
+from .triton_adapted import added as added
+from .triton_adapted import fits_a_token as fits_a_token
+from .triton_adapted import normed as normed
+from .triton_adapted import product_with_inner as product_with_inner
+from .triton_adapted import term
 from .triton_linear import embedding as embedding
 from .triton_linear import linear, on_codes
-
-
-def add_low_rank(out: Tensor, x: Tensor, slots: Tensor, factors: LowRank) -> Tensor:
-    if x.dtype == float64:
-        return reference.add_low_rank(out, x, slots, factors)
-    return low_rank.add_low_rank(out, x, slots, *factors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -130,84 +130,8 @@ def rotary_write(
     """As `Compositions.rotary_write`; None for float64 and heads whose size is no power of two."""
     if q.dtype == float64 or not _power_of_two(q.shape[-1]):
         return None
-    term = None if unadded is None else _term(unadded)
-    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys, keep, term)
-
-
-Linear = Callable[[Tensor, Weight], Tensor]  # the current `linear`
-SHARING = 2  # tokens for each slot that a step reaches, from which one launch for a gate is faster than two
-
-
-def adapted_linear(linear: Linear, x: Tensor, weight: Weight, adapted: Adapted) -> Tensor | None:
-    """As `Compositions.adapted_linear`: the tokens are grouped once. None for float64.
-
-    With few tokens and A beneath the weight, the product yields h, too, rounded to the dtype.
-    """
-    if x.dtype == float64:
-        return None
-    unadded = unadded_linear(linear, x, weight, adapted)
-    if unadded is not None:
-        return added(unadded)
-    factors = adapted.factors[id(weight)]
-    tiles, just_grouped = _tiles(adapted, len(factors.down))
-    return low_rank.add_grouped(linear(x, weight), x, tiles, *factors, just_grouped=just_grouped)
-
-
-def unadded_linear(linear: Linear, x: Tensor, weight: Weight, adapted: Adapted) -> Unadded | None:
-    """As `Compositions.unadded_linear`; None for many tokens, and unless A is beneath the weight."""
-    if len(x) > low_rank.FEW_TOKENS or id(weight) not in adapted.beneath:
-        return None
-    both, rows = linear(x, adapted.beneath[id(weight)]), weight.shape[0]
-    return Unadded(both[:, :rows], both[:, rows:], adapted, adapted.factors[id(weight)])
-
-
-def added(product: Unadded) -> Tensor:
-    """As `Compositions.added`."""
-    tiles, just_grouped = _tiles(product.adapted, len(product.factors.down))
-    inner = low_rank.Inner.beneath(product.inner, product.factors.down.shape[1])
-    return low_rank.add_grouped(product.out, inner, tiles, *product.factors, just_grouped=just_grouped)
-
-
-def normed(x: Unadded, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `Compositions.normed`."""
-    return normalization.add_rms_norm(x.out, residual, norm, eps, _term(x))
-
-
-def adapted_gate(linear: Linear, x: Tensor, weight: Weight, activation: str, adapted: Adapted) -> Tensor | None:
-    """As `Compositions.adapted_gate`. None for float64, and where too few tokens share an adapter.
-
-    Then the kernel reads B for one token after another, and two launches are faster.
-    """
-    factors, few = adapted.factors[id(weight)], len(x) <= low_rank.FEW_TOKENS
-    size = factors.down.shape[1]
-    if few:
-        both = adapted.beneath.get(id(weight))
-        if both is None or (both.shape[0] - weight.shape[0]) // size * SHARING > len(x):
-            return None
-    if x.dtype == float64:
-        return None
-    tiles, just_grouped = _tiles(adapted, len(factors.down), adapted_activation.tile_tokens(len(x)))
-    unadded = unadded_linear(linear, x, weight, adapted)
-    if unadded is not None:
-        out, inner = unadded.out, low_rank.Inner.beneath(unadded.inner, size)
-    else:
-        grouped, just_grouped = _tiles(adapted, len(factors.down))
-        out, inner = linear(x, weight), low_rank.inner_products(x, grouped, factors.down, just_grouped)
-    return adapted_activation.adapted_activation(out, inner, tiles, factors.up, activation)
-
-
-def _tiles(adapted: Adapted, count: int, size: int | None = None) -> tuple[Tensor, bool]:
-    """Return the step's tokens, grouped by slot into tiles of `size`, and whether that happens now. count: of slots."""
-    size = size or low_rank.sizes_for(len(adapted.slots)).tokens
-    known = size in adapted.tiles
-    if not known:
-        adapted.tiles[size] = low_rank.token_tiles(adapted.slots, count, size)
-    return adapted.tiles[size], not known
-
-
-def _term(product: Unadded) -> low_rank.Term:
-    factors = product.factors
-    return low_rank.Term(product.inner, product.adapted.slots, factors.up, len(factors.ends))
+    adds = None if unadded is None else term(unadded)
+    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys, keep, adds)
 
 
 def prompt_attention(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams, ops
 from minillm.adapters import slots
@@ -16,6 +17,7 @@ from tests.emulated_graphs import emulated_graphs
 kernels = pytest.importorskip("minillm.ops.triton", reason="graphs need triton, which is not installed here")
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 NAMES = [None, "adapter 0", "adapter 2"]
+ADDED = ("add_adapted", "product_with_inner", "fits_a_token", "added", "adapted_gate", "normed")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,9 @@ def shapes(llm):
 
 def run_kernels(monkeypatch):
     """Let CPUs run the compositions of adapters as GPUs do: interpreted kernels."""
-    for name in ("adapted_linear", "unadded_linear", "added", "adapted_gate", "normed", "rotary_write"):
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: test_adapters_on_gpu.py runs them")
+    for name in (*ADDED, "rotary_write", "prompt_attention"):
         monkeypatch.setitem(ops.on("cpu").fused, name, getattr(kernels, name))
 
 
@@ -63,13 +67,13 @@ def test_factors_beneath_weights_give_the_same_tokens(name, tmp_path, monkeypatc
     run_kernels(monkeypatch)
     monkeypatch.setattr(slots, "NEAR", 1)
     monkeypatch.setattr(slots, "AdapterSlots", partial(slots.AdapterSlots, beneath=True))
-    own = kernels.unadded_linear
+    own = kernels.product_with_inner
 
-    def unadded(linear, x, weight, adapted):
+    def product_with_inner(x, weight, adapted):
         products.append((len(x), adapted.beneath[id(weight)].shape[0] - weight.shape[0]))
-        return own(linear, x, weight, adapted)
+        return own(x, weight, adapted)
 
-    monkeypatch.setitem(ops.on("cpu").fused, "unadded_linear", unadded)
+    monkeypatch.setitem(ops.on("cpu").fused, "product_with_inner", product_with_inner)
     with LLM(tmp_path / "model", adapters=given, **options) as llm:
         adapters = llm.engine.executor.runner.state.adapters
         assert adapters.reaches == (1, 3) and run(llm) == expected

@@ -42,6 +42,17 @@ def wanted_product(x, weight, term):
     return out
 
 
+@pytest.mark.parametrize("rank", [16, 64, 256, 512])
+@pytest.mark.parametrize("rows, columns, gated", [(2560, 2048, False), (16384, 2048, True), (14336, 4096, True)])
+def test_most_programs_have_rows_of_the_weight_whatever_the_rank(rows, columns, gated, rank):
+    config = single_row.whole_config(rows, columns, gated, 132)
+    tiles, helpers = -(-rows // config.tile), -(-2 * rank // config.tile)
+    workers = adapted_row.workers_of(tiles, config.programs, helpers)
+    each = -(-tiles // workers)
+    assert workers <= config.programs < 4 * workers and (each - 1) * workers < tiles <= each * workers
+    assert workers + helpers <= config.programs or 4 * helpers > config.programs or workers == tiles
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "ends", "rank", "dtype"),
     [

@@ -12,6 +12,7 @@ from tests.kernels.compare import DTYPES, assert_close, random_tensor
 kernels = pytest.importorskip("minillm.ops.triton", reason="triton is not installed here")
 from minillm.kernels import adapted_activation as fused  # noqa: E402  needs triton
 from minillm.kernels import low_rank  # noqa: E402
+from minillm.ops import triton_adapted  # noqa: E402
 
 
 def factors(slots, parts, rank, columns, dtype, device):
@@ -95,12 +96,12 @@ def test_tokens_are_grouped_once_for_all_weights_of_a_step(device, monkeypatch):
         x = random_tensor(len(step.slots), 24, dtype=torch.float32, device=device)
         for weight in weights:
             wanted = reference.add_low_rank(reference.linear(x, weight), x, step.slots, of[id(weight)])
-            got = kernels.adapted_linear(reference.linear, x, weight, step)
-            assert_close("adapted_linear", got, wanted, torch.float32)
+            got = kernels.add_adapted(reference.linear(x, weight), x, step, of[id(weight)])
+            assert_close("add_adapted", got, wanted, torch.float32)
     assert grouped == [[2, 0, 3, 3, 1], [1, 0, 2, 3, 3], [2, 0, 3]]
-    assert kernels.adapted_linear(reference.linear, x.double(), weights[0], step) is None
-    assert kernels.adapted_gate(reference.linear, x.double(), weights[0], "silu", step) is None
-    assert kernels.adapted_gate(reference.linear, x, weights[0], "silu", step) is None, "few tokens take two launches"
+    assert kernels.add_adapted(x.double(), x.double(), step, of[id(weights[0])]) is None
+    assert kernels.adapted_gate(x.double(), weights[0], "silu", step) is None
+    assert kernels.adapted_gate(x, weights[0], "silu", step) is None, "few tokens take two launches"
 
 
 @pytest.fixture
@@ -119,24 +120,32 @@ def test_a_product_with_the_factors_beneath_a_weight_gives_what_two_give(few, be
     """With few tokens; it computes A x of all slots, and with many tokens that would take longer."""
     monkeypatch.setattr(low_rank, "FEW_TOKENS", 6 if few else 5)
     monkeypatch.setattr(fused, "FEW_TOKENS", low_rank.FEW_TOKENS)
-    (weight, given, step, x), products = beneath, []
+    (weight, given, step, x), own, products = beneath, triton_adapted.linear, []
 
     def linear(x, weight):
         products.append(weight.shape[0])
-        return reference.linear(x, weight)
+        return own(x, weight)
 
+    monkeypatch.setattr(triton_adapted, "linear", linear)
     wanted = reference.add_low_rank(reference.linear(x, weight), x, step.slots, given)
-    assert_close("adapted_linear", kernels.adapted_linear(linear, x, weight, step), wanted, torch.float32)
-    gated = kernels.adapted_gate(linear, x, weight, "silu", step)
-    assert_close("adapted_gate", gated, reference.gated_activation(wanted, "silu"), torch.float32)
-    assert products == ([40, 40] if few else [16, 16])
-    product = kernels.unadded_linear(linear, x, weight, step)
+    product = kernels.product_with_inner(x, weight, step)
     if few:
+        assert kernels.fits_a_token(product)
         assert_close("added", kernels.added(product), wanted, torch.float32)
         short = step.only(torch.arange(5, device=x.device))
-        assert kernels.adapted_gate(linear, x[:5], weight, "silu", short) is None, "too few tokens share an adapter"
+        assert kernels.adapted_gate(x[:5], weight, "silu", short) is None, "too few tokens share an adapter"
     else:
         assert product is None
+    gated = kernels.adapted_gate(x, weight, "silu", step)
+    assert_close("adapted_gate", gated, reference.gated_activation(wanted, "silu"), torch.float32)
+    assert products == ([40, 40] if few else [16])
+    assert kernels.product_with_inner(x.double(), weight, step) is None
+
+
+def test_a_term_of_too_many_numbers_for_a_program_is_added_before():
+    slots, inner = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1)
+    for rows, rank, fits in ((4096, 32, True), (4097, 32, False), (2048, 64, True), (2048, 65, False)):
+        assert low_rank.Term(inner, slots, torch.zeros(1, 1, 1).expand(1, rows, rank), 1).fits == fits
 
 
 def test_the_norm_of_a_product_adds_what_adapters_change(beneath):
@@ -147,7 +156,7 @@ def test_the_norm_of_a_product_adds_what_adapters_change(beneath):
     step.factors[id(weight)] = given._replace(down=given.down[:, :4])
     step.beneath[id(weight)] = DenseWeight(torch.cat((weight.weight, given.down[1:, :4].flatten(0, 1))))
     wanted = reference.add_low_rank(reference.linear(x, weight), x, step.slots, step.factors[id(weight)])
-    product = kernels.unadded_linear(reference.linear, x, weight, step)
+    product = kernels.product_with_inner(x, weight, step)
     for got, expected in zip(
         kernels.normed(product, residual, norm, 1e-6), reference.add_rms_norm(wanted, residual, norm, 1e-6), strict=True
     ):
@@ -166,18 +175,17 @@ def test_rotation_adds_what_adapters_change_of_queries_keys_and_values(heads, kv
     x, cos_sin = (random_tensor(4, *size, dtype=torch.float32, device=device) for size in ((24,), (2, dim)))
     cos_sin = torch.cat((cos_sin[:, :, : dim // 2], cos_sin[:, :, : dim // 2]), dim=2)
     cos_sin[:, 1, : dim // 2] *= -1
-    product = kernels.unadded_linear(
-        reference.linear, x, weight, Adapted(slots, {id(weight): given}, {id(weight): both})
-    )
+    product = kernels.product_with_inner(x, weight, Adapted(slots, {id(weight): given}, {id(weight): both}))
     whole = reference.add_low_rank(reference.linear(x, weight), x, slots, given)
     written = []
     for qkv, more in ((product.out, (product,)), (whole, ())):
         cache = LayerCache(*(torch.zeros(3, 2, kv_heads, dim, device=device) for _ in range(2)))
         q, k, v = qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
         to = torch.tensor([4, 0, -1, 3], device=device)
-        written.append((*kernels.rotary_write(q, k, v, cos_sin, cache, to, rotate_keys, keep, *more), cache.k, cache.v))
-    for name, got, wanted in zip(("q", "k", "cached k", "cached v"), *written, strict=True):
-        if name != "k" or keep:
+        done = kernels.rotary_write(q, k, v, cos_sin, cache, to, rotate_keys, keep, *more)
+        written.append((*done, v, cache.k, cache.v))
+    for name, got, wanted in zip(("q", "k", "v", "cached k", "cached v"), *written, strict=True):
+        if name not in ("k", "v") or keep:
             assert_close(name, got, wanted, torch.float32)
 
 

@@ -125,8 +125,8 @@ FAULTS = (
     Fault(
         "steps with adapters replay graphs without them",
         "minillm/runner/decode_graphs.py",
-        "return self.state.adapters is not None and self.state.adapters.used_by(step.rows)",
-        "return False",
+        "return 0 if self.state.adapters is None else self.state.adapters.reach(step.rows)",
+        "return 0",
         f"{GRAPHS} -k graphs_of_their_own",
     ),
     Fault(
@@ -160,8 +160,8 @@ FAULTS = (
     Fault(
         "products of one row without an adapter read the factors of slot 0",
         "kernels/adapted_row.py",
-        "if (started < HELPERS) & (slot > 0):",
-        "if started < HELPERS:",
+        "end = tl.where(slot > 0, SIZE, 0)",
+        "end = SIZE",
         "tests/kernels/test_adapted_row.py -k last_bit",
     ),
     Fault(
@@ -174,8 +174,8 @@ FAULTS = (
     Fault(
         "the kernel of adapters reads the first part's factors for all",
         "kernels/low_rank.py",
-        "* SIZE + part * RANK + ranks",
-        "* SIZE + 0 * part * RANK + ranks",
+        "(slot - 1) * slot_stride + part * RANK + ranks",
+        "(slot - 1) * slot_stride + 0 * part * RANK + ranks",
         "tests/kernels/test_low_rank.py",
     ),
     Fault(
@@ -188,16 +188,58 @@ FAULTS = (
     Fault(
         "the last layer adds to its tokens what others' groups say",
         "minillm/ops/signatures.py",
-        "return Adapted(self.slots[tokens], self.factors)",
-        "return Adapted(self.slots[tokens], self.factors, self.shared)",
+        "return Adapted(self.slots[tokens], self.factors, self.beneath)",
+        "return Adapted(self.slots[tokens], self.factors, self.beneath, self.tiles)",
         "tests/kernels/test_low_rank.py -k grouped_once",
     ),
     Fault(
         "each weight groups the tokens again",
-        "minillm/ops/triton.py",
-        'known = "tiles" in adapted.shared',
+        "minillm/ops/triton_adapted.py",
+        "known = size in adapted.tiles",
         "known = False",
         "tests/kernels/test_low_rank.py -k grouped_once",
+    ),
+    Fault(
+        "a product with A beneath the weight gives each token the first adapter's h",
+        "kernels/low_rank.py",
+        "return cls(values, 1, 0, values.stride(0), size)",
+        "return cls(values, 1, 0, values.stride(0), 0)",
+        "tests/kernels/test_low_rank.py -k beneath_a_weight",
+    ),
+    Fault(
+        "a step with a high slot replays a graph that reaches the low ones",
+        "minillm/adapters/slots.py",
+        "return next(each for each in self.reaches if each >= highest) if highest else 0",
+        "return self.reaches[0] if highest else 0",
+        "tests/adapters/test_graphs.py -k 'beneath_weights and multi'",
+    ),
+    Fault(
+        "keys are written without what an adapter changes of them",
+        "kernels/rope_cache.py",
+        "k1, k2, at, real, 1, 2 * HALF * HEADS,",
+        "k1, k2, at, at < 0, 1, 2 * HALF * HEADS,",
+        "tests/kernels/test_low_rank.py -k rotation_adds",
+    ),
+    Fault(
+        "the norm after a product leaves out what adapters change of it",
+        "minillm/ops/triton_adapted.py",
+        "add_rms_norm(x.out, residual, norm, eps, term(x))",
+        "add_rms_norm(x.out, residual, norm, eps)",
+        "tests/kernels/test_low_rank.py -k norm_of_a_product",
+    ),
+    Fault(
+        "the states that a step returns lack what adapters change of the last attention",
+        "minillm/model/decoder.py",
+        "x, residual = run.added(x)[wanted], residual[wanted]",
+        "x, residual = (x if isinstance(x, Tensor) else x.out)[wanted], residual[wanted]",
+        "tests/adapters/test_graphs.py -k 'beneath_weights and multi'",
+    ),
+    Fault(
+        "tokens without an adapter are not activated",
+        "kernels/adapted_activation.py",
+        "items = tl.load(tiles_ptr + 1) * BLOCKS",
+        "items = tl.load(tiles_ptr) * BLOCKS",
+        "tests/kernels/test_adapted_activation.py",
     ),
     Fault(
         "clients may load adapters from anywhere",
@@ -286,8 +328,8 @@ FAULTS = (
     Fault(
         "steps with adapters are captured when they first run",
         "minillm/runner/step_graphs.py",
-        "kinds = (False,) if self.decodes.state.adapters is None else (True, False)",
-        "kinds = (False,)",
+        "for shape in decodes for reach in self.decodes.reaches]",
+        "for shape in decodes for reach in (0,)]",
         f"{GRAPHS} -k each_shape",
     ),
     Fault(

@@ -1,0 +1,95 @@
+"""What adapters add to products on a GPU: `add_low_rank`, and the compositions around it.  Lesson 15.
+
+A step of few tokens multiplies them by the weight and by A together, where `AdapterSlots` has put A beneath the weight,
+and leaves B to the kernel that reads the product: `Unadded` is such a product. Steps of many tokens, weights that are
+quantized or divided between GPUs, and float64 take the operations one after another.
+"""
+
+from torch import Tensor, float64
+
+from minillm.kernels import adapted_activation, low_rank, normalization
+from minillm.quantization import Weight
+
+from . import reference
+from .signatures import Adapted, LowRank, Unadded
+from .triton_linear import linear
+
+SHARING = 2  # tokens for each slot that a step reaches, from which one launch for a gate is faster than two
+
+
+def add_low_rank(out: Tensor, x: Tensor, slots: Tensor, factors: LowRank) -> Tensor:
+    if x.dtype == float64:
+        return reference.add_low_rank(out, x, slots, factors)
+    return low_rank.add_low_rank(out, x, slots, *factors)
+
+
+def add_adapted(out: Tensor, x: Tensor, adapted: Adapted, factors: LowRank) -> Tensor | None:
+    """As `Compositions.add_adapted`: the tokens are grouped once in a step. None for float64."""
+    if x.dtype == float64:
+        return None
+    tiles, just_grouped = _tiles(adapted, factors)
+    return low_rank.add_grouped(out, x, tiles, *factors, just_grouped=just_grouped)
+
+
+def product_with_inner(x: Tensor, weight: Weight, adapted: Adapted) -> Unadded | None:
+    """As `Compositions.unadded_linear`; None for many tokens, for float64, and unless A is beneath the weight."""
+    both = adapted.beneath.get(id(weight))
+    if both is None or len(x) > low_rank.FEW_TOKENS or x.dtype == float64:
+        return None
+    product, rows = linear(x, both), weight.shape[0]
+    return Unadded(product[:, :rows], product[:, rows:], adapted, adapted.factors[id(weight)])
+
+
+def fits_a_token(product: Unadded) -> bool:
+    """Return whether a kernel with one program a token can add what is still to be added."""
+    return term(product).fits
+
+
+def added(product: Unadded) -> Tensor:
+    """As `Compositions.added`."""
+    tiles, just_grouped = _tiles(product.adapted, product.factors)
+    return low_rank.add_grouped(product.out, _inner(product), tiles, *product.factors, just_grouped=just_grouped)
+
+
+def normed(x: Unadded, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `Compositions.normed`, in one launch."""
+    return normalization.add_rms_norm(x.out, residual, norm, eps, term(x))
+
+
+def adapted_gate(x: Tensor, weight: Weight, activation: str, adapted: Adapted) -> Tensor | None:
+    """As `Compositions.adapted_gate`. None for float64, and for few tokens of which too few share an adapter: then the
+    kernel reads B for one token after another, and two launches are faster.
+    """
+    factors = adapted.factors[id(weight)]
+    if x.dtype == float64:
+        return None
+    if len(x) <= low_rank.FEW_TOKENS:
+        both = adapted.beneath.get(id(weight))
+        if both is None or (both.shape[0] - weight.shape[0]) // factors.down.shape[1] * SHARING > len(x):
+            return None
+    tiles, _ = _tiles(adapted, factors, adapted_activation.tile_tokens(len(x)))  # before the product, whose kernels end
+    product = product_with_inner(x, weight, adapted)
+    if product is not None:
+        return adapted_activation.adapted_activation(product.out, _inner(product), tiles, factors.up, activation)
+    grouped, just_grouped = _tiles(adapted, factors)
+    inner = low_rank.inner_products(x, grouped, factors.down, just_grouped)
+    return adapted_activation.adapted_activation(linear(x, weight), inner, tiles, factors.up, activation)
+
+
+def term(product: Unadded) -> low_rank.Term:
+    """Return what is still to be added, for kernels with one program a token."""
+    factors = product.factors
+    return low_rank.Term(product.inner, product.adapted.slots, factors.up, len(factors.ends))
+
+
+def _inner(product: Unadded) -> low_rank.Inner:
+    return low_rank.Inner.beneath(product.inner, product.factors.down.shape[1])
+
+
+def _tiles(adapted: Adapted, factors: LowRank, size: int | None = None) -> tuple[Tensor, bool]:
+    """Return the step's tokens, grouped by slot into tiles of `size`, and whether that happens now."""
+    size = size or low_rank.sizes_for(len(adapted.slots)).tokens
+    known = size in adapted.tiles
+    if not known:
+        adapted.tiles[size] = low_rank.token_tiles(adapted.slots, len(factors.down), size)
+    return adapted.tiles[size], not known
