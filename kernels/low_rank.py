@@ -32,7 +32,8 @@ from .single_row_parts import dependent_launch, processors, wait_for_inputs
 MOST_PARTS = 3
 FEW_TOKENS = 256
 GROUPED = 64  # tokens that a program groups
-MOST_OF_TOKEN = 1 << 17  # numbers of B that a program holds for one token: with 16 warps, 256 a thread
+TERM_WARPS = 16  # of a program that holds B for one token
+MOST_OF_TOKEN = 1 << 17  # numbers of B that it holds at most: 256 a thread
 
 
 class Tiles(NamedTuple):

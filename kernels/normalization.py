@@ -21,11 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_rank import NO_TERM, Term, added_to_token
 from .quantized_inputs import empty_codes, store_row
 
 LARGEST_TOKEN = 16384  # numbers that a program holds
-TERM_WARPS = 16  # with a term of adapters, of which a program has as many numbers as their rank for each of its own
 
 
 @triton.jit
@@ -61,22 +59,13 @@ def head_norm_kernel(
 @triton.jit
 def add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, given_ptr, sum_ptr, x_stride, residual_stride, eps,
-    slots_ptr, inner_ptr, token_stride, inner_stride, up_ptr, slot_stride,
-    DIM: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.max_contiguous(tl.arange(0, TILE), 8)
     inside = columns < DIM
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if slots_ptr is not None:
-        slot = tl.load(slots_ptr + row)
-        if slot > 0:
-            added = added_to_token(
-                inner_ptr, token_stride, inner_stride, up_ptr, slot_stride, slot, row, columns[None, :],
-                inside[None, :], 0, RANK, RANK_TILE,
-            )  # fmt: skip
-            x = (x + tl.reshape(added, [TILE])).to(x_ptr.dtype.element_ty).to(tl.float32)
     # The sum is rounded before it is normalized: the next layer reads the rounded sum, and both must agree.
     rounded = (x + residual).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * DIM + columns, rounded, mask=inside)
@@ -103,14 +92,11 @@ def rms_norm_codes(
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, term: Term | None = None
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [..., dim] -> (rms_norm(x + residual), x + residual), in one launch.  Lesson 03.
-
-    term: what adapters add to x [tokens, dim] before that.
-    """
+    """x, residual [..., dim] -> (rms_norm(x + residual), x + residual), in one launch.  Lesson 03."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return out, _add_norm(x, residual, weight, eps, out, term=term)
+    return out, _add_norm(x, residual, weight, eps, out)
 
 
 def add_rms_norm_codes(
@@ -144,17 +130,16 @@ def _norm(
 
 def _add_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor,
-    scales: torch.Tensor | None = None, static: torch.Tensor | None = None, term: Term | None = None,
+    scales: torch.Tensor | None = None, static: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     dim = x.shape[-1]
     rows, residual_rows = x.reshape(-1, dim), residual.reshape(-1, dim)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
         tile, warps = _config(dim)
-        arguments, sizes = NO_TERM if term is None else (term.arguments, term.sizes)
         add_rms_norm_kernel[(rows.shape[0],)](
             rows, residual_rows, weight, out, scales, static, total, rows.stride(0), residual_rows.stride(0), eps,
-            *arguments, DIM=dim, TILE=tile, **sizes, num_warps=warps if term is None else TERM_WARPS,
+            DIM=dim, TILE=tile, num_warps=warps,
         )  # fmt: skip
     return total
 

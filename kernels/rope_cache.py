@@ -23,8 +23,7 @@ import triton.language as tl
 
 from .arguments import CacheArguments, check_strides
 from .cache_codes import LARGEST, stored, to_codes
-from .low_rank import NO_TERM, Term, added_to_token
-from .normalization import TERM_WARPS
+from .low_rank import NO_TERM, TERM_WARPS, Term, added_to_token
 from .quantized_inputs import magnitude
 
 

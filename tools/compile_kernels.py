@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minillm.kernels import (
     activation,
     adapted_activation,
+    adapted_norm,
     adapted_row,
     decode_step,
     embedding,
@@ -204,7 +205,8 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             tiles = low_rank.token_tiles(slots[:2], 5, adapted_activation.tile_tokens(2))
             adapted_activation.adapted_activation(both[:, :2048], inner, tiles, up, "gelu_tanh")
             term = low_rank.Term(both[:, 2560:], slots[:2], torch.zeros(4, 2560, 16, dtype=dtype), 3)
-            normalization.add_rms_norm(both[:, :2048], torch.zeros(2, 2048, dtype=dtype), torch.zeros(2048), 1e-6, term)
+            residual = torch.zeros(2, 2048, dtype=dtype)
+            adapted_norm.adapted_add_rms_norm(both[:, :2048], residual, torch.zeros(2048), 1e-6, term)
             q, k, v = both[:, :2560].unflatten(1, (-1, 256)).split((8, 1, 1), dim=1)
             cache = LayerCache(*torch.zeros(2, 4, 16, 1, 256, dtype=dtype))
             rope_cache.rotary_write(q, k, v, torch.zeros(2, 2, 256), cache, slots[:2], term=term)

@@ -85,6 +85,9 @@ RECORDS = {
         "several-gpus-llama-3.1-8b": "python tools/several_gpus.py --model llama-3.1-8b --load-format dummy "
         "--requests 256 --repeat 1 --max-model-len 4096 --record",
         "several-gpus": f"python tools/several_gpus.py {GEMMA} --requests 256 --repeat 1 --record",
+        "pruning-smollm2-135m": "python data/prune_and_distill.py --model smollm2-135m --own-text 8000000 --layers 4 "
+        "--hidden 576 --intermediate 1536 --heads 9 --head-tokens 8192 --rows 32 --steps 1600 "
+        "--out build/smollm2-draft --held-out data/text/held_out.txt --record",
         "speculation": f"{DRAFTS} {SYNTHETIC} --record",
         "speculation-ahead": f"{DRAFTS} --ahead {SYNTHETIC} --record",
         "speculation-exact": f"{DRAFTS} --parts exact --output-len 128 --rounds 2 --record",

@@ -7,7 +7,7 @@ quantized or divided between GPUs, and float64 take the operations one after ano
 
 from torch import Tensor, float64
 
-from minillm.kernels import adapted_activation, low_rank, normalization
+from minillm.kernels import adapted_activation, adapted_norm, low_rank
 from minillm.quantization import Weight
 
 from . import reference
@@ -53,7 +53,7 @@ def added(product: Unadded) -> Tensor:
 
 def normed(x: Unadded, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `Compositions.normed`, in one launch."""
-    return normalization.add_rms_norm(x.out, residual, norm, eps, term(x))
+    return adapted_norm.adapted_add_rms_norm(x.out, residual, norm, eps, term(x))
 
 
 def adapted_gate(x: Tensor, weight: Weight, activation: str, adapted: Adapted) -> Tensor | None:

@@ -6,10 +6,9 @@ a step. Until then it counts every draft as right: `known` and `computed` are th
 row has blocks for all of them, and they never exceed the request's limit. `reject_ahead` subtracts the wrong ones. The
 device has started the row's steps in flight that much earlier, so the sums are right for these, too.
 
-A step in which the device looks takes the time of one with drafts, even if it finds none. So a row begins without, and
-goes on without where the device found none, until what the host has read goes on like an earlier place. To see that
-takes microseconds, since the host learns a long prompt bit by bit; and a repeated passage is usually long, so little is
-lost by finding it a few tokens late.
+A step in which the device may find drafts takes the time of one that has them all. So where it found none, the row goes
+on without, until the host finds one in what it has read. That takes microseconds, since the host learns a long prompt
+bit by bit; and a repeated passage is usually long, so little is lost by finding it a few tokens late.
 """
 
 from typing import TYPE_CHECKING
@@ -60,24 +59,24 @@ def needs_no_host(request: Request) -> bool:
 
 
 def look_again(self: "Scheduler") -> None:
-    """Let the device draft for rows whose text, as far as it is read, goes on like an earlier place."""
+    """Let the device draft again for rows whose text, as far as it is read, goes on like an earlier place."""
     speculation = self.speculation
     assert speculation is not None, "without it there are no drafts"
     proposer, left = speculation.proposer, MOST_LEARNED
-    assert isinstance(proposer, NgramProposer), "the device looks up what this one would"
+    index = proposer if isinstance(proposer, NgramProposer) else None
     rows = self.order[speculation.searches[self.order]]
     turns = max(-(-len(rows) // MOST_LOOKED_UP), 1)
     for row in rows[self.newest % turns :: turns].tolist():
         count = int(self.confirmed[row])
         if speculation.looks(row, count):
             each = asked(self, row, count, 1)
-            behind = proposer.behind(each)
-            if behind > left:
-                proposer.catch_up(each, left)
+            behind = 0 if index is None else index.behind(each)
+            if index is not None and behind > left:
+                index.catch_up(each, left)
                 left = 0
                 continue
             left -= behind
-            if proposer.goes_on(each):
+            if proposer.propose([each])[0]:
                 speculation.resume(row, count)
             else:
                 speculation.found_none(row, count)

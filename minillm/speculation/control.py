@@ -66,8 +66,8 @@ class Speculation:
         self._pause = np.zeros(rows, np.int32)  # tokens without drafts, the next time that they are not worth it
         self._right, self._tried = np.zeros(rows), np.zeros(rows)  # drafts, older ones counting less
         self._misses = np.zeros(rows, np.int32)
-        # Whether the host looks first for a row, since its misses cost less: at the begin, and where the device has
-        # found nothing. If the device misses what the host had found, the host looks again from so many tokens on.
+        # Whether the device found nothing for a row, so that the host looks first, whose misses cost less. If the
+        # device then misses what the host had found, the host looks again from so many tokens on.
         self.searches, self._hoped = np.zeros(rows, bool), np.zeros(rows, bool)
         self._looks_from = np.zeros(rows, np.int32)
         self._chosen = np.full(rows, -1, np.int32)  # drafts that `plan` has chosen for the row; -1: it has not
@@ -83,11 +83,10 @@ class Speculation:
         follows: whether the request needs nothing of the host between two tokens.
         """
         self._take_in()
-        searches = wanted and follows and self.on_device
-        self._next[row], self._chosen[row] = 0 if wanted and not searches else NEVER, -1
+        self._next[row], self._chosen[row] = 0 if wanted else NEVER, -1
         self._right[row], self._tried[row] = self._all_right / self._all_tried, 1.0
         self._pause[row], self._misses[row], self.unread[row] = FIRST, 0, False
-        self.follows[row], self.searches[row], self._hoped[row], self._looks_from[row] = follows, searches, False, 0
+        self.follows[row], self.searches[row], self._hoped[row], self._looks_from[row] = follows, False, False, 0
 
     def takes(self, request: Request) -> bool:
         """Return whether a request may get drafts. A model that drafts reads tokens alone."""

@@ -13,7 +13,6 @@ from minillm.prompts import EMBEDDED
 from .proposer import Asked
 
 SIZES = (8, 4, 2)  # n, longest first
-GOES_ON = 4  # tokens, a size, that say that a text goes on like an earlier place
 IN_BULK = 32  # new tokens from which their n-grams are hashed together, not one by one
 
 
@@ -25,10 +24,6 @@ class NgramProposer:
 
     def propose(self, asked: Sequence[Asked]) -> list[list[int]]:
         return [self._index(each).continuation(each.tokens, each.most) for each in asked]
-
-    def goes_on(self, asked: Asked) -> bool:
-        """Return whether a text goes on like an earlier place: as likely as not, its last two tokens alone do."""
-        return bool(self._index(asked).continuation(asked.tokens, 1, GOES_ON))
 
     def behind(self, asked: Asked) -> int:
         """Return how many tokens of a request are not learned yet; 0: but for a few, which the next proposal learns."""
@@ -58,11 +53,9 @@ class NgramIndex:
         self._after: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
         self._seen = 0  # n-grams that end before this index are known
 
-    def continuation(self, tokens: np.ndarray, most: int, shortest: int = SIZES[-1]) -> list[int]:
+    def continuation(self, tokens: np.ndarray, most: int) -> list[int]:
         """Return up to `most` tokens that followed the longest known n-gram at the end of tokens [n]; [] if there is
         none.
-
-        shortest: the least n.
         """
         count = len(tokens)
         if count - 1 - self._seen > IN_BULK:
@@ -75,9 +68,7 @@ class NgramIndex:
                     after[_hash(recent[end + 1 - size - first : end + 1 - first])] = end + 1
         self._seen = max(self._seen, count - 1)
         for size, after in zip(SIZES, self._after, strict=True):
-            if size < shortest or count <= size:
-                continue
-            if (start := after.get(_hash(recent[len(recent) - size :]))) is not None:
+            if count > size and (start := after.get(_hash(recent[len(recent) - size :]))) is not None:
                 return self._repeated(tokens, start, most)
         return []
 

@@ -423,7 +423,7 @@ constant, at 7.5. Grouped rises from 5 to 7.5, where both meet, since each token
 #
 # These are counts, not times. A step with few tokens has another cost: two more products for each matrix mean more
 # kernels to launch, which takes time even if they have little to read (lesson 11). On an H200, a committed record has
-# 10% more time for one request with one adapter, where the reads grow by 1%; and 41% more for 64 requests with 64
+# 8% more time for one request with one adapter, where the reads grow by 1%; and 37% more for 64 requests with 64
 # adapters, where they grow by half.
 #
 # ## 5 · Several adapters in one batch · 17 min

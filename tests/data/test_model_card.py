@@ -132,21 +132,25 @@ def test_the_table_of_distillation_and_its_text_equal_the_record():
 
 
 def test_the_tables_of_the_draft_model_and_their_text_equal_the_records():
-    results, draws = record("cpu/pruning")["results"], record("cpu/draft-draws")["results"]
-    lengths = [each.get("acceptance_length", {}) for each in results]
-    assert rows("A draft model, made of it") == {
-        each["model"]: [
-            f"{each['layers']}",
-            f"{each['parameters']:,}",
-            f"{each['bytes'] / 1e6:.1f} MB",
-            f"{each['perplexity']:.2f}",
-            f"{each['kl']:.2g}",
-            *(f"{length[kind]:.2f}" if kind in length else "" for kind in ("0", "0.7")),
-        ]
-        for each, length in zip(results, lengths, strict=True)
-    }
+    draws = record("cpu/draft-draws")["results"]
+    for index, name in ((1, "h200/pruning-smollm2-135m"), (0, "cpu/pruning")):
+        results = record(name)["results"]
+        lengths = [each.get("acceptance_length", {}) for each in results]
+        assert rows("A draft model, made of it", index) == {
+            each["model"]: [
+                f"{each['layers']}",
+                f"{each['parameters']:,}",
+                f"{each['bytes'] / 1e6:.1f} MB",
+                f"{each['perplexity']:.2f}",
+                f"{each['kl']:.2g}",
+                *(f"{length[kind]:.2f}" if kind in length else "" for kind in ("0", "0.7")),
+            ]
+            for each, length in zip(results, lengths, strict=True)
+        }
+    seconds = record("h200/pruning-smollm2-135m")["results"][-1]["log"][-1]["seconds"]
+    assert f"It learned for {seconds:.0f} seconds on an H200" in " ".join(CARD.split())
     ways = ("likeliest", "independent", "inverse", "gumbel", "most")
-    assert rows("A draft model, made of it", 1) == {
+    assert rows("A draft model, made of it", 2) == {
         f"{each['temperature']}": [f"{each['agreement'][way]:.3f}" for way in ways] for each in draws
     }
     for each in (each["agreement"] for each in draws if each["temperature"] >= 1):

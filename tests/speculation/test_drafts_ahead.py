@@ -78,7 +78,7 @@ def as_on_a_gpu(llm: LLM) -> None:
 
 
 def always_looks(monkeypatch) -> None:
-    """Let the device look for drafts from the begin, and go on where it found none."""
+    """Let the device go on looking for drafts where it found none."""
 
     def look_again(scheduler: Scheduler) -> None:
         speculation = scheduler.speculation
@@ -121,7 +121,6 @@ SHORT = {"alone": 2, "batched": 5, "chunked": 3, "preempted": 5, "no prefix cach
 @pytest.mark.parametrize(("engine", "count"), [*SHORT.items(), *only_in_proofs(("batched", 128), ("alone", 5))])
 def test_drafts_of_the_device_change_nothing_that_a_request_gets(engine, count, ran, monkeypatch):
     """Drafts are right or wrong by a coin. Some engines pause rows without drafts, and go on without for a while."""
-    always_looks(monkeypatch)
     prompts, params = plain(count, seed=len(engine))
     made = MADE | ENGINES[engine]
     with LLM(**{key: value for key, value in made.items() if key != "speculate_tokens"}) as llm:
@@ -180,14 +179,14 @@ def finds_nothing(tokens, lengths, counts, most):
     return torch.full((len(tokens), most), -1, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("host_finds, least, most", [(False, 0, 0), (True, 4, 20)])
-def test_the_host_looks_first(host_finds, least, most, ran, monkeypatch):
+@pytest.mark.parametrize("host_finds, least, most", [(False, 1, 3), (True, 4, 20)])
+def test_where_the_device_found_nothing_the_host_looks_first(host_finds, least, most, ran, monkeypatch):
     """A step in which the device looks takes as long as one with drafts, even if it finds none.
 
-    If it misses again and again what the host had found, the host looks less and less often.
+    If it misses again and again what the host had found, it looks less and less often.
     """
     monkeypatch.setattr(device_drafts, "look_up", finds_nothing)
-    monkeypatch.setattr(NgramProposer, "goes_on", lambda self, asked: host_finds)
+    monkeypatch.setattr(NgramProposer, "propose", lambda self, asked: [[5] if host_finds else [] for _ in asked])
     with LLM(**MADE, **AHEAD) as llm:
         as_on_a_gpu(llm)
         (done,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
@@ -204,7 +203,7 @@ def test_the_device_goes_on_where_the_host_has_found_a_draft(host_finds, ran, mo
         return found if next(calls) < 3 else found.abs()
 
     monkeypatch.setattr(device_drafts, "look_up", look_up)
-    monkeypatch.setattr(NgramProposer, "goes_on", lambda self, asked: host_finds)
+    monkeypatch.setattr(NgramProposer, "propose", lambda self, asked: [[5] if host_finds else [] for _ in asked])
     with LLM(**MADE, **AHEAD) as llm:
         as_on_a_gpu(llm)
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
@@ -238,16 +237,16 @@ def test_the_host_learns_long_prompts_bit_by_bit(monkeypatch):
 def test_of_many_rows_the_host_looks_at_a_few_before_each_step(monkeypatch):
     looked = []
 
-    def goes_on(self, asked):
-        looked[-1].append(asked.request_id)
-        return False
+    def propose(self, asked):
+        looked[-1].extend(each.request_id for each in asked if each.most == 1)
+        return [[] for _ in asked]
 
     def schedule(scheduler, own=Scheduler.schedule):
         looked.append([])
         return own(scheduler)
 
     monkeypatch.setattr(device_drafts, "look_up", finds_nothing)
-    monkeypatch.setattr(NgramProposer, "goes_on", goes_on)
+    monkeypatch.setattr(NgramProposer, "propose", propose)
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.setattr(drafting_ahead, "MOST_LOOKED_UP", 1)
     with LLM(**MADE | {"max_num_seqs": 3}, **AHEAD) as llm:
@@ -265,7 +264,6 @@ def test_the_host_sends_nothing_while_the_same_rows_go_on(ran, tmp_path, monkeyp
     ].self_attn.o_proj.weight.data.zero_()  # a token follows from the last one: soon they go in circles
     made.save_pretrained(tmp_path)
     monkeypatch.setattr(prompt_lookup, "TILE", 32)
-    always_looks(monkeypatch)
     prompt, params = [[5, 9, 17] * 3], SamplingParams(max_tokens=36, temperature=0, ignore_eos=True)
     made = {"dtype": "float32", "device": "cpu", "num_blocks": 12, "max_num_seqs": 1, "max_model_len": 64}
     made |= {"max_num_batched_tokens": 9}
@@ -348,9 +346,8 @@ def test_layers_with_windows_are_the_hosts(ran, tmp_path):
     assert ran.steps == 0
 
 
-def test_a_request_that_wants_no_drafts_goes_along_without(ran, monkeypatch):
+def test_a_request_that_wants_no_drafts_goes_along_without(ran):
     """It is in the steps of the other, which has drafts."""
-    always_looks(monkeypatch)
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     with LLM(**MADE) as llm:
         expected = outcomes(llm, [REPEATED, REPEATED], params)
@@ -385,9 +382,8 @@ def test_aborted_requests_leave_nothing_behind(ran):
         assert llm.stats()["blocks_available"] == 200 and ran.ahead > 0
 
 
-def test_logits_that_are_not_numbers_end_a_request_ahead(ran, monkeypatch):
+def test_logits_that_are_not_numbers_end_a_request_ahead(ran):
     """Its tokens in flight are dropped, and the other request goes on."""
-    always_looks(monkeypatch)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     with LLM(**MADE) as llm:
         (expected,) = outcomes(llm, [REPEATED], params)

@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "what was planned for a row's last request counts for its next one",
         CONTROL,
-        "self._next[row], self._chosen[row] = 0 if wanted and not searches else NEVER, -1",
-        "self._next[row] = 0 if wanted and not searches else NEVER",
+        "self._next[row], self._chosen[row] = 0 if wanted else NEVER, -1",
+        "self._next[row] = 0 if wanted else NEVER",
         "tests/speculation/test_control.py -k planned",
     ),
     Fault(
