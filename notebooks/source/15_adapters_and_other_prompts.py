@@ -509,6 +509,9 @@ print("the pirate's answer is that of the merged model:", done[0].text.strip() =
 # a step, other kernels group the tokens by slot, two in each group, or up to 64 in a step of more than 256 tokens,
 # and the two go through these groups for every matrix. (An adapter with more tokens is in several groups, and each of
 # them asks for its factors again; these are small, so most of the repeated reads should come from the GPU's cache.)
+# A step of up to 256 tokens needs no kernel for `down`: those of up to 64 slots lie in memory right after the matrix,
+# as if they were more of its rows, so one product computes $W x$ and $A x$ of every slot. What is computed for the
+# wrong slots is ignored; that is cheaper than another launch.
 # SGMV, the kernel of Punica's paper (Chen et al. 2023), is grouped too: it takes the tokens of one adapter as a
 # segment. Punica's code also has a kernel by token (BGMV), and S-LoRA's decode kernel (Sheng et al. 2023) is of that
 # kind.
@@ -561,7 +564,7 @@ print(f"eight have four of them:   {calls_per_step(four * 2):.0f} calls a step")
 # %% [markdown]
 # With CUDA graphs this needs more care. A graph replays the same kernels each time (lesson 11). One that was captured
 # with the adapters' kernels runs them in every step, adapters or not. So an engine that has slots captures each shape
-# twice, with them and without, and a step of requests without adapters replays a graph that knows nothing of
+# with them and without, and a step of requests without adapters replays a graph that knows nothing of
 # adapters. That costs memory and a longer start; in exchange, unused adapters are free. vLLM had one set of graphs at
 # first. Its developers measured that support for adapters, switched on and unused, cost a tenth of the speed, and
 # hardly anything once there was a second set (vLLM pull request 25914).
@@ -785,8 +788,9 @@ print(f"the same question again: {cached} positions from the cache, with the sof
 # * A soft prompt is an adapter made of input: few numbers, no products, less strength, and room in the context.
 #
 # **What got worse:** an adapted step reads more and launches more. Every slot takes memory for the greatest rank,
-# used or not. An engine with slots captures twice as many graphs. Prefixes are shared less, since each adapter has
-# its own. And the server has one more thing to manage: which adapters are loaded where, and who may load them.
+# used or not. An engine with slots captures at least twice as many graphs. Prefixes are shared less, since each
+# adapter has its own. And the server has one more thing to manage: which adapters are loaded where, and who may load
+# them.
 #
 # **Further reading:** Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models*; Chen et al. 2023,
 # *Punica: Multi-Tenant LoRA Serving*; Sheng et al. 2023, *S-LoRA: Serving Thousands of Concurrent LoRA Adapters*;
