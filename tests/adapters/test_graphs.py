@@ -102,6 +102,21 @@ def test_steps_with_adapters_replay_graphs_of_their_own(directory, adapters, mon
     assert together == expected and alone == expected[1] and base == expected[0]
 
 
+def test_a_step_replays_the_graph_that_reaches_its_slots(directory, adapters, monkeypatch):
+    prompts, asked = [[7, 8, 9], [7, 8, 9, 10], [11]], [["adapter 0", None, "adapter 0"], [*adapters]]
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
+    with LLM(directory, adapters=adapters, **options) as llm:
+        expected = [[each.token_ids for each in llm.generate(prompts, GREEDY, adapter=names)] for names in asked]
+    with emulated_graphs():
+        run_kernels(monkeypatch)
+        monkeypatch.setattr(slots, "NEAR", 1)
+        monkeypatch.setattr(slots, "AdapterSlots", partial(slots.AdapterSlots, beneath=True))
+        with LLM(directory, adapters=adapters, **options) as llm:
+            for names, wanted, reaches in zip(asked, expected, ({1}, {1, 3}), strict=True):
+                assert [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=names)] == wanted
+                assert {reach for kind, reach in shapes(llm) if kind == "decode" and reach} == reaches
+
+
 def test_each_shape_is_captured_with_adapters_and_without(directory, adapters, monkeypatch):
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_blocks": 30, "dtype": "float32", "device": "cpu"}
     with emulated_graphs(), LLM(directory, adapters=adapters, **options) as llm:
