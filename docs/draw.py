@@ -449,7 +449,7 @@ def gpu_speculation_figures() -> str:
     counts = listed([str(row["requests"]) for row in exact])
     costs = (
         f"Without drafts, an engine with `exact` takes {times} times as long as one without it, for {counts} requests "
-        f"(the same model, 128 tokens out). Record: [{EXACT}](data/results/{EXACT}.json)."
+        f"(Gemma 2B's shape with random weights, 128 tokens out). Record: [{EXACT}](data/results/{EXACT}.json)."
     )
     tasks = records.read(TASKS_ON_A_GPU)
     told = ["| task | acceptance length | speed-up | all rounds |", "|---|---|---|---|"]

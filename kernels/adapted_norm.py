@@ -5,7 +5,7 @@
 h as in `low_rank`, from the same product as x. `low_rank.add_grouped` would read and write x before the norm reads it
 again; here it is one launch. y is rounded to the dtype of x, so the result has the same bits as that of two launches.
 
-Tiling: one program a token, as without adapters. It reads all of its adapter's B, for which it has more threads.
+Tiling: one program a token, as without adapters. It also reads all of its adapter's B, so it has more threads.
 """
 
 import torch

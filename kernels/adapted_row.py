@@ -6,7 +6,7 @@
 Hu et al. 2021, "LoRA", section 4.1. A and B are thin, so their bytes are few, but with a launch for each a layer of
 five launches would have thirteen. Here the first programs of a launch, its *helpers*, multiply rows of A in place of
 rows of W, or pieces of them besides, if rows are long. All others multiply their rows of W, keep the sums in registers,
-and at last add their rows of B times h to all of them, before bias, activation and rounding. The helpers tell h in
+and add their rows of B times h to them at the end, before bias, activation and rounding. The helpers tell h in
 8-byte words that carry the number of the step, as GPUs tell each other parts of a sum (`peers`): who sees this step's
 number has h.
 

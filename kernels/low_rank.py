@@ -10,13 +10,17 @@ their tiles are the last ones, which only `adapted_activation` reads.
 
 Tiling: two launches, whose programs go through all tiles. In the first, a program multiplies a tile's tokens by a few
 rows of A, for a share of the columns. In the second, it adds up the shares and multiplies h by rows of B, one tile of
-rows after another. h stays in float32: for few tokens, each thread multiplies what it has loaded of B; for many, where
-B is bfloat16, a product with the bfloat16 nearest to h and one with what is left of it are added. Both kernels wait for
-memory, mostly, so a program asks for its first factors before it waits for the kernel before it, and for the next ones
-before it computes.
+rows after another. Between them h stays in float32: for few tokens, each thread multiplies what it has loaded of B; for
+many, where B is bfloat16, a product with the bfloat16 nearest to h and one with what is left of it are added. Both
+kernels wait for memory, mostly, so a program asks for its first factors before it waits for the kernel before it, and
+for the next ones before it computes.
 
-A token's sums are made in the same order wherever it is in a tile, so they do not depend on the other tokens, with one
-exception: for more than FEW_TOKENS tokens the tiles have other sizes.
+A token's sums are made in the same order wherever it is in a tile, so in these kernels they do not depend on the other
+tokens, with one exception: for more than FEW_TOKENS tokens the tiles have other sizes.
+
+A product may have computed h, with A beneath the weight (`Inner.beneath`). Then the first launch is left out, and h has
+the product's dtype. Kernels that read the product with one program a token add what B gives themselves
+(`added_to_token`), without tiles.
 """
 
 from itertools import pairwise

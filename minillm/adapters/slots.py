@@ -1,8 +1,9 @@
 """The adapters that the device holds: one table of factors for each weight, with a slot for each adapter.
 
-On a GPU, A of all slots lies beneath its weight, in the same memory, so that one product yields both. All other tables
-are views of one buffer, in which a slot is one row. An adapter is made ready once, on the host, and comes into a slot
-with a copy for each table beneath a weight and one for the buffer, which the steps launched before them do not see.
+On one GPU, A of up to FAR slots lies beneath its dense weight, in the same memory, so that one product yields both. All
+other tables are views of one buffer, in which a slot is one row. An adapter is made ready once, on the host, and comes
+into a slot with a copy for each table beneath a weight and one for the buffer, which the steps launched before them do
+not see.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,15 +25,14 @@ from minillm.scheduler.step import NewRow
 from .peft import Adapter, read_adapter
 
 NEAR, FAR = 16, 64  # slots that a product with few tokens reaches; with more slots, A is multiplied on its own
-MOST_BYTES = (
-    32 << 20
-)  # of A beneath a weight that a product reads: more take longer than a launch that reads what it needs
+# Of A beneath a weight that a product reads: more take longer than a launch that reads what it needs.
+MOST_BYTES = 32 << 20
 
 
 class AdapterSlots:
     """Slots for adapters of one model, and the slot that each row's request uses.
 
-    rows: the most requests at once. slots: the most adapters in one step. rank: the greatest of a factor. beneath:
+    rows: the most requests at once. slots: the most adapters in one step. rank: the highest of any adapter. beneath:
     whether A lies beneath weights, which then move to other memory; None: on a GPU, with up to FAR slots. Quantized
     weights, and those that are divided between ranks, stay. Raises ConfigError for a model whose matrices no adapter
     fits, and if the device has too little memory.
@@ -176,8 +176,9 @@ class AdapterSlots:
 
 
 def _has_room(weight: DenseWeight, size: int, slots: int) -> bool:
-    """Return whether a product can read `size` rows of A for each slot beneath the weight, whose rows suffice for slot
-    0.
+    """Return whether a product can read `size` rows of A for each slot beneath the weight.
+
+    The weight needs as many rows, too: its last ones stand in for slot 0.
     """
     few = slots * size * weight.weight[0].nbytes <= MOST_BYTES
     return few and weight.activations is None and len(weight.weight) >= size

@@ -2,7 +2,8 @@
 
 A step of few tokens multiplies them by the weight and by A together, where `AdapterSlots` has put A beneath the weight,
 and leaves B to the kernel that reads the product: `Unadded` is such a product. Steps of many tokens, weights that are
-quantized or divided between GPUs, and float64 take the operations one after another.
+quantized or divided between GPUs, and float64 take the operations one after another, except that with many tokens the
+gated activation adds what B gives, whatever the weight.
 """
 
 from torch import Tensor, float64

@@ -3,12 +3,14 @@
 Prompt lookup needs a row's tokens alone, and these are on the device. So the device looks the drafts up, counts those
 that are right, and starts the next step after them (`runner.device_drafts`). The host learns the lengths when it reads
 a step. Until then it counts every draft as right: `known` and `computed` are the most tokens that a row may have, the
-row has blocks for all of them, and they never exceed the request's limit. `reject_ahead` subtracts the wrong ones. The
-device has started the row's steps in flight that much earlier, so the sums are right for these, too.
+row has blocks for all of them, and they never exceed the request's limit. `reject_ahead` subtracts the wrong ones.
+Later steps may already be in flight. The device started them after the right drafts only, so the counts are then right
+for these steps as well.
 
-A step in which the device may find drafts takes the time of one that has them all. So where it found none, the row goes
-on without, until the host finds one in what it has read. That takes microseconds, since the host learns a long prompt
-bit by bit; and a repeated passage is usually long, so little is lost by finding it a few tokens late.
+A step in which the device looks takes as long as one with drafts, even if it finds none. So after a miss the row goes
+on without, and the host searches the text that it has read until something repeats. The search takes microseconds a
+step, because a long prompt is learned at most MOST_LEARNED tokens at a time; and a repeated passage is usually long, so
+little is lost by finding it a few tokens late.
 """
 
 from typing import TYPE_CHECKING

@@ -421,10 +421,10 @@ constant, at 7.5. Grouped rises from 5 to 7.5, where both meet, since each token
 # few adapters, even if each has many tokens, and never more than by token. Even the factors of 64 adapters are only
 # half the size of the model, since each is so small.
 #
-# These are counts, not times. A step with few tokens has another cost: two more products for each matrix mean more
-# kernels to launch, which takes time even if they have little to read (lesson 11). On an H200, a committed record has
-# 8% more time for one request with one adapter, where the reads grow by 1%; and 37% more for 64 requests with 64
-# adapters, where they grow by half.
+# These are counts, not times. Two more products for each matrix are also two more kernels to launch, which takes time
+# even if they have little to read (lesson 11). The engine has other kernels do most of that work (section 5), but not
+# for free. On an H200, one request with one adapter takes 8% longer, where the reads grow by only 1%; 64 requests
+# with 64 adapters take 37% longer, where the reads grow by half.
 #
 # ## 5 · Several adapters in one batch · 17 min
 #
@@ -509,9 +509,14 @@ print("the pirate's answer is that of the merged model:", done[0].text.strip() =
 # a step, other kernels group the tokens by slot, two in each group, or up to 64 in a step of more than 256 tokens,
 # and the two go through these groups for every matrix. (An adapter with more tokens is in several groups, and each of
 # them asks for its factors again; these are small, so most of the repeated reads should come from the GPU's cache.)
-# A step of up to 256 tokens needs no kernel for `down`: those of up to 64 slots lie in memory right after the matrix,
-# as if they were more of its rows, so one product computes $W x$ and $A x$ of every slot. What is computed for the
-# wrong slots is ignored; that is cheaper than another launch.
+#
+# With up to 64 slots, steps of up to 256 tokens mostly do without both kernels. For an unquantized matrix on one GPU,
+# `down` of every slot lies in memory right after the matrix, as if it were more of its rows. So one product computes
+# $W x$ together with $A x$ of the first 16 slots, or of all slots if a higher one is in use. What it computes for
+# other slots than a token's own is ignored; that is cheaper than another launch. And `up` is left to the kernel that
+# reads the product next: the norm and the rotation of queries and keys read it token by token, the gated activation
+# group by group.
+#
 # SGMV, the kernel of Punica's paper (Chen et al. 2023), is grouped too: it takes the tokens of one adapter as a
 # segment. Punica's code also has a kernel by token (BGMV), and S-LoRA's decode kernel (Sheng et al. 2023) is of that
 # kind.
@@ -787,7 +792,7 @@ print(f"the same question again: {cached} positions from the cache, with the sof
 # * A prefix is identified by tokens, salt, and the *load* of its adapter, not the name; for embeddings, by content.
 # * A soft prompt is an adapter made of input: few numbers, no products, less strength, and room in the context.
 #
-# **What got worse:** an adapted step reads more and launches more. Every slot takes memory for the greatest rank,
+# **What got worse:** an adapted step reads more, computes more, and often launches more. Every slot takes memory for the greatest rank,
 # used or not. An engine with slots captures at least twice as many graphs. Prefixes are shared less, since each
 # adapter has its own. And the server has one more thing to manage: which adapters are loaded where, and who may load
 # them.

@@ -213,8 +213,8 @@ def test_the_soft_prompt_loses_the_question():
 
 def test_times_grow_more_than_reads():
     lesson.says(
-        "8% more time for one request with one adapter, where the reads grow by 1%",
-        "37% more for 64 requests with 64 adapters, where they grow by half",
+        "one request with one adapter takes 8% longer, where the reads grow by only 1%",
+        "64 requests with 64 adapters take 37% longer, where the reads grow by half",
     )
     rows = {(row["requests"], row["used"]): row["cost"] for row in records.read("h200/adapter-speed")["results"]}
     assert (round(rows[1, 1], 2), round(rows[64, 64], 2)) == (0.08, 0.37)
