@@ -187,12 +187,7 @@ class Model:
         wanted: [samples] int64, the tokens whose states are returned; None: all.
         """
         run, eps, adapted, activation = self.ops, self.config.rms_norm_eps, batch.adapted, self.config.activation
-        qkv: Tensor | Unadded
-        if adapted is None or self.partial:
-            qkv, residual = self._normed_linear(x, residual, layer.attention_norm, layer.qkv, adapted)
-        else:
-            normed, residual = run.normed(x, residual, layer.attention_norm, eps)
-            qkv = run.unadded_linear(normed, layer.qkv, adapted)
+        qkv, residual = self._normed_linear(x, residual, layer.attention_norm, layer.qkv, adapted)
         x = self._attention(layer, qkv, batch, metadata, cache)
         if wanted is not None:
             x, residual = run.added(x)[wanted], residual[wanted]
@@ -204,7 +199,8 @@ class Model:
             gated = run.adapted_gate(normed, layer.gate_up, activation, adapted)
             x = run.unadded_linear(gated, layer.down, adapted)
         else:
-            gate_up, residual = self._normed_linear(x, residual, layer.mlp_norm, layer.gate_up, adapted)
+            product, residual = self._normed_linear(x, residual, layer.mlp_norm, layer.gate_up, adapted)
+            gate_up = run.added(product)
             if "down" in self.config.rotations:
                 x = run.linear(run.hadamard(run.gated_activation(gate_up, activation)), layer.down)
             else:
@@ -215,7 +211,7 @@ class Model:
 
     def _normed_linear(
         self, x: Tensor | Unadded | None, residual: Tensor, norm: Tensor, weight: Weight, adapted: Adapted | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Unadded, Tensor]:
         run, eps = self.ops, self.config.rms_norm_eps
         if x is None or not self.partial:
             return run.normed_linear(x, residual, norm, eps, weight, adapted)
@@ -248,8 +244,6 @@ class Model:
             rows = batch.prefill[layer.group]
             parts.append(run.prompt_attention(q[decodes:], k[decodes:], v[decodes:], cache, rows, options))
         attended = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
-        if batch.adapted is None or self.partial:
-            return run.adapted_linear(attended, layer.attention_out, batch.adapted)
         return run.unadded_linear(attended, layer.attention_out, batch.adapted)
 
     def logits(self, hidden: Tensor) -> Tensor:

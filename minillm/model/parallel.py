@@ -19,7 +19,7 @@ from minillm.errors import ConfigError
 from minillm.kv_cache.layer_groups import LayerGroups
 from minillm.kv_cache.split_pages import BlockShare
 from minillm.ops.compositions import Compositions
-from minillm.ops.signatures import Adapted
+from minillm.ops.signatures import Adapted, Unadded
 from minillm.quantization import Weight
 
 from .config import ModelConfig
@@ -223,7 +223,7 @@ def summed_normed_linear(
     eps: float,
     weight: Weight,
     adapted: Adapted | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | Unadded, Tensor]:
     """`run.normed_linear` of the sum of all ranks' x."""
     normed = parallel.add_rms_norm(x, residual, norm, eps)
     if normed is None:

@@ -4,19 +4,17 @@ A model calls these where a product reads what a norm or a gated activation has 
 calling its operations in sequence, including any that `minillm.using` replaced. If the product quantizes its inputs and
 all of the operations are the engine's own, the first one writes codes directly, which saves a kernel. Likewise, keys
 may be rotated and written to the cache in one kernel, and attention to a new prompt may read them where they were
-before that. What adapters add to the products of a step needs its tokens grouped by adapter, which is done once. A
-device may implement a composition under the same name. It returns None for weights that its kernels do not support.
+before that. A device may implement a composition under the same name. It returns None for weights that its kernels do
+not support. What adapters add to products is in `adapted.py`.
 """
-
-from collections.abc import Callable
 
 from torch import Tensor
 
 from minillm.kv_cache.layer_cache import LayerCache
-from minillm.overrides import Parts
 from minillm.quantization import Weight
 
-from .signatures import Adapted, AttentionOptions, LowRank, Operations, Rows, Truncation, Unadded
+from .adapted import AdaptedCompositions
+from .signatures import Adapted, AttentionOptions, Rows, Truncation, Unadded
 
 COMPOSITIONS = (
     "add_adapted", "product_with_inner", "fits_a_token", "added", "adapted_gate", "normed", "normed_linear",
@@ -24,10 +22,8 @@ COMPOSITIONS = (
 )  # fmt: skip
 
 
-class Compositions(Parts, Operations):
+class Compositions(AdaptedCompositions):
     """Sequences of the current operations. The table lists the operations, not the sequences."""
-
-    fused: dict[str, Callable]  # the functions of the device, by the names of compositions
 
     def normed(self, x: Tensor | Unadded | None, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and the sum. x=None: the norm of the residual alone, and the residual."""
@@ -37,49 +33,6 @@ class Compositions(Parts, Operations):
             return self.fused["normed"](x, residual, norm, eps)
         return self.add_rms_norm(self.added(x), residual, norm, eps)
 
-    def adapted_linear(self, x: Tensor, weight: Weight, adapted: Adapted | None = None) -> Tensor:
-        """`linear`, then `add_low_rank` if tokens of the batch have adapters: x [tokens, in] -> [tokens, out]."""
-        if adapted is None:
-            return self.linear(x, weight)
-        product = self._product_with_inner(x, weight, adapted)
-        if product is not None:
-            return self.added(product)
-        return self.add_adapted(self.linear(x, weight), x, adapted, adapted.factors[id(weight)])
-
-    def add_adapted(self, out: Tensor, x: Tensor, adapted: Adapted, factors: LowRank) -> Tensor:
-        """`add_low_rank` with what all weights of a step have in common: out [tokens, out], x [tokens, in] -> out."""
-        fused = self.fused.get("add_adapted")
-        if fused is not None and self.are_own("add_low_rank"):
-            result = fused(out, x, adapted, factors)
-            if result is not None:
-                return result
-        return self.add_low_rank(out, x, adapted.slots, factors)
-
-    def unadded_linear(self, x: Tensor, weight: Weight, adapted: Adapted) -> Tensor | Unadded:
-        """`adapted_linear`, but `normed`, `rotary_write` or `added`, which reads the result, may do the adding."""
-        product = self._product_with_inner(x, weight, adapted)
-        if product is None:
-            return self.adapted_linear(x, weight, adapted)
-        return product if self.fused["fits_a_token"](product) else self.added(product)
-
-    def _product_with_inner(self, x: Tensor, weight: Weight, adapted: Adapted) -> Unadded | None:
-        """Return the product with A x from one product of both, where the device has that."""
-        fused = self.fused.get("product_with_inner")
-        return fused(x, weight, adapted) if fused is not None and self.are_own("linear", "add_low_rank") else None
-
-    def added(self, product: Tensor | Unadded) -> Tensor:
-        """Return what `adapted_linear` would have returned, in the memory of the product."""
-        return product if isinstance(product, Tensor) else self.fused["added"](product)
-
-    def adapted_gate(self, x: Tensor, weight: Weight, activation: str, adapted: Adapted) -> Tensor:
-        """`adapted_linear`, then `gated_activation`: x [tokens, in], weight [2 * out, in] -> [tokens, out]."""
-        fused = self.fused.get("adapted_gate")
-        if fused is not None and self.are_own("linear", "add_low_rank", "gated_activation"):
-            result = fused(x, weight, activation, adapted)
-            if result is not None:
-                return result
-        return self.gated_activation(self.adapted_linear(x, weight, adapted), activation)
-
     def normed_linear(
         self,
         x: Tensor | Unadded | None,
@@ -88,15 +41,15 @@ class Compositions(Parts, Operations):
         eps: float,
         weight: Weight,
         adapted: Adapted | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`normed`, then `adapted_linear`: x, residual [tokens, in], norm [in] -> [tokens, out], and the sum."""
+    ) -> tuple[Tensor | Unadded, Tensor]:
+        """`normed`, then `unadded_linear`: x, residual [tokens, in], norm [in] -> [tokens, out], and the sum."""
         fused = self.fused.get("normed_linear") if adapted is None else None
         if fused is not None and self.are_own("rms_norm" if x is None else "add_rms_norm", "linear"):
             result = fused(x, residual, norm, eps, weight)
             if result is not None:
                 return result
         normed, total = self.normed(x, residual, norm, eps)
-        return self.adapted_linear(normed, weight, adapted), total
+        return self.unadded_linear(normed, weight, adapted), total
 
     def gated_linear(self, gate_up: Tensor, activation: str, weight: Weight, adapted: Adapted | None = None) -> Tensor:
         """`gated_activation`, then `adapted_linear`: gate_up [tokens, 2 * in], weight [out, in] -> [tokens, out]."""

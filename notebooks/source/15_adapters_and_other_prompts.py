@@ -564,7 +564,7 @@ print(f"eight have four of them:   {calls_per_step(four * 2):.0f} calls a step")
 # there are.
 
 # %%
-# ENGINE: minillm.ops.compositions:Compositions.adapted_linear
+# ENGINE: minillm.ops.adapted:AdaptedCompositions.adapted_linear
 
 # %% [markdown]
 # With CUDA graphs this needs more care. A graph replays the same kernels each time (lesson 11). One that was captured
