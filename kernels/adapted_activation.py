@@ -77,8 +77,8 @@ def adapted_activation_kernel(
     more = items - share * programs  # programs that have one more
     item = program * share + tl.minimum(program, more)
     last = item + share + (program < more).to(tl.int32)
-    kind = out_ptr.dtype.element_ty
     wait_for_inputs(DEPENDENT)
+    kind = out_ptr.dtype.element_ty
     while item < last:
         slot, members = load_tile(tiles_ptr, item // BLOCKS, True, TOKENS)
         h_gate = _h_of(

@@ -117,13 +117,12 @@ def adapted_rows_kernel(
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
     slot = tl.load(slots_ptr)
-    matrix_ptr, first_row, count = weight_ptr, program * TILE, tl.cdiv(ROWS - program * TILE, workers * TILE)
-    end = ROWS
+    first_row, count, end = program * TILE, tl.cdiv(ROWS - program * TILE, workers * TILE), ROWS
     if helps:
-        matrix_ptr, first_row, count = a_ptr + slot * a_stride, started * TILE, 1
+        weight_ptr, first_row, count = a_ptr + slot * a_stride, started * TILE, 1
         end = tl.where(slot > 0, SIZE, 0)
     rows = first_row + tl.arange(0, TILE)
-    at = matrix_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+    at = weight_ptr + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     mask = (rows < end)[:, None] & inside[None, :]
     weight = tl.load(at, mask=mask, other=0.0)
     if GATED:

@@ -341,7 +341,7 @@ def add_low_rank(
 
 
 class Term(NamedTuple):
-    """What adapters add to a product of few tokens, for the kernels that read it: see `added_to_token`."""
+    """The part of adapters in a product of few tokens, for the kernels that read it: see `added_to_token`."""
 
     inner: torch.Tensor  # [tokens, slots * parts * rank]: h of all slots from 1 on
     slots: torch.Tensor  # [tokens] int64; 0: none

@@ -1,4 +1,4 @@
-"""What adapters add to products on a GPU: `add_low_rank`, and the compositions around it.  Lesson 15.
+"""The part of adapters in products on a GPU: `add_low_rank`, and the compositions around it.  Lesson 15.
 
 A step of few tokens multiplies them by the weight and by A together, where `AdapterSlots` has put A beneath the weight,
 and leaves B to the kernel that reads the product: `Unadded` is such a product. Steps of many tokens, weights that are

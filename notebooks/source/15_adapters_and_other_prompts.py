@@ -792,10 +792,10 @@ print(f"the same question again: {cached} positions from the cache, with the sof
 # * A prefix is identified by tokens, salt, and the *load* of its adapter, not the name; for embeddings, by content.
 # * A soft prompt is an adapter made of input: few numbers, no products, less strength, and room in the context.
 #
-# **What got worse:** an adapted step reads more, computes more, and often launches more. Every slot takes memory for the greatest rank,
-# used or not. An engine with slots captures at least twice as many graphs. Prefixes are shared less, since each
-# adapter has its own. And the server has one more thing to manage: which adapters are loaded where, and who may load
-# them.
+# **What got worse:** an adapted step reads more, computes more, and often launches more. Every slot takes memory for
+# the greatest rank, used or not. An engine with slots captures at least twice as many graphs. Prefixes are shared
+# less, since each adapter has its own. And the server has one more thing to manage: which adapters are loaded where,
+# and who may load them.
 #
 # **Further reading:** Hu et al. 2021, *LoRA: Low-Rank Adaptation of Large Language Models*; Chen et al. 2023,
 # *Punica: Multi-Tenant LoRA Serving*; Sheng et al. 2023, *S-LoRA: Serving Thousands of Concurrent LoRA Adapters*;
