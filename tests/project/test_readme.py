@@ -77,7 +77,9 @@ def test_the_texts_about_drafts_state_the_settings_of_their_records():
     assert list(tokens.values()) == ["256", "256", "128"]
     assert not any("--input-len" in records.read(name)["command"] for name in names)
     text = " ".join(MEASUREMENTS.split())
-    assert "prompts of 32 tokens, 256 tokens out, greedy" in text and "(the same model, 128 tokens out)" in text
+    assert "prompts of 32 tokens, 256 tokens out, greedy" in text
+    assert "(Gemma 2B's shape with random weights, 128 tokens out)" in text
+    assert {row["model"] for row in records.read("h200/speculation-exact")["results"]} == {"gemma-2b"}
     assert "those of the second run" in text
     times = [row["times_as_long"] for row in records.read("h200/speculation-exact")["results"]]
     assert f"takes {min(times):.1f} to {max(times):.1f} times as long, for 1 to 64 requests" in OPERATING
