@@ -243,7 +243,7 @@ def adapted_long_rows_kernel(
 
 
 def workers_of(tiles: int, programs: int, helpers: int) -> int:
-    """Return how many programs have tiles of W, where `programs` run at once and `helpers` run beside the others.
+    """Return how many programs have tiles of W, where `programs` run at once and `helpers` run along with the others.
 
     If a program has several tiles, all have equally many: they end at about the same time anyway, since they wait for
     h, and fewer programs leave the next kernel room to start early. Helpers end soon, so where they are many, they take

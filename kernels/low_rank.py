@@ -214,7 +214,7 @@ def _rows_of_block(block, TILE: tl.constexpr, first_end, second_end, end):
 
 
 @triton.jit
-def load_up(
+def _load_up(
     up_ptr, slot, slot_stride, begin, after,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +228,7 @@ def load_up(
 
 
 @triton.jit
-def load_inner(
+def _load_inner(
     inner_ptr, share_stride, token_stride, slot_stride, slot, members, part,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +240,7 @@ def load_inner(
 
 
 @triton.jit
-def times_up(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr):
+def _times_up(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr):
     """Return rows of B times h: [rows, tokens]. IN_HALF: B is bfloat16.
 
     Without tl.dot, a thread multiplies what it has loaded: its pieces of rows stay where they are.
@@ -290,13 +290,13 @@ def add_kernel(
     last = item + share + (program < more).to(tl.int32)
     slot, members = load_tile(tiles_ptr, item // blocks, item < last, TOKENS)
     part, begin, after = _rows_of_block(item % blocks, TILE, first_end, second_end, end)
-    up = load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
+    up = _load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
     wait_for_inputs(DEPENDENT)
     rows = begin + tl.arange(0, TILE)
     target = out_ptr + members[None, :].to(tl.int64) * out_stride + rows[:, None]
     mask = (members >= 0)[None, :] & (rows < after)[:, None]
     before = tl.load(target, mask=mask, other=0)
-    inner = load_inner(
+    inner = _load_inner(
         inner_ptr, share_stride, token_stride, inner_stride, slot, members, part, RANK, RANK_TILE, SHARES, SHARE_TILE
     )
     for each in tl.range(item, last, num_stages=1):
@@ -307,15 +307,15 @@ def add_kernel(
             next_slot, next_members = load_tile(tiles_ptr, following // blocks, following < last, TOKENS)
         if following >= last:
             next_slot = 0
-        next_up = load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
+        next_up = _load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
         rows = begin + tl.arange(0, TILE)
         next_target = out_ptr + next_members[None, :].to(tl.int64) * out_stride + rows[:, None]
         next_mask = (next_slot > 0) & (next_members >= 0)[None, :] & (rows < after)[:, None]
         next_before = tl.load(next_target, mask=next_mask, other=0)
-        total = times_up(up, inner, DOT, IN_HALF, PRECISION)
+        total = _times_up(up, inner, DOT, IN_HALF, PRECISION)
         tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
         if (following < last) & ((next_part != part) | (following % blocks == 0)):
-            inner = load_inner(
+            inner = _load_inner(
                 inner_ptr, share_stride, token_stride, inner_stride, next_slot, next_members, next_part,
                 RANK, RANK_TILE, SHARES, SHARE_TILE,
             )  # fmt: skip
