@@ -12,32 +12,31 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_rank import TERM_WARPS, Term, added_to_token
+from .low_rank import TERM_WARPS, Term, added_to_token, b_of_token
+from .single_row_parts import dependent_launch, wait_for_inputs
 
 
 @triton.jit
 def adapted_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, x_stride, residual_stride, eps,
     slots_ptr, inner_ptr, token_stride, inner_stride, up_ptr, slot_stride,
-    DIM: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     columns = tl.arange(0, TILE)
     inside = columns < DIM
-    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    b = b_of_token(up_ptr, slot_stride, slot, columns[None, :], inside[None, :], RANK, RANK_TILE)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     kind = sum_ptr.dtype.element_ty
-    if slot > 0:
-        added = added_to_token(
-            inner_ptr, token_stride, inner_stride, up_ptr, slot_stride, slot, row, columns[None, :], inside[None, :], 0,
-            RANK, RANK_TILE,
-        )  # fmt: skip
-        x = (x + tl.reshape(added, [TILE])).to(kind).to(tl.float32)
+    added = added_to_token(inner_ptr, token_stride, inner_stride, slot, row, 0, b, RANK, RANK_TILE)
+    x = (x + tl.reshape(added, [TILE])).to(kind).to(tl.float32)
     rounded = (x + residual).to(kind)
     tl.store(sum_ptr + row * DIM + columns, rounded, mask=inside)
     x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     out = x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight
     tl.store(out_ptr + row * DIM + columns, out.to(kind), mask=inside)
 
@@ -52,5 +51,6 @@ def adapted_add_rms_norm(
         adapted_norm_kernel[(tokens,)](
             x, residual, weight, out, total, x.stride(0), residual.stride(0), eps, *term.arguments,
             DIM=dim, TILE=triton.next_power_of_2(dim), **term.sizes, num_warps=TERM_WARPS,
+            **dependent_launch(x.device),
         )  # fmt: skip
     return out, total

@@ -257,19 +257,26 @@ def _times_up(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl
 
 
 @triton.jit
-def added_to_token(
-    inner_ptr, token_stride, inner_stride, up_ptr, slot_stride, slot, token, rows, some, part,
-    RANK: tl.constexpr, RANK_TILE: tl.constexpr,
-):  # fmt: skip
-    """Return what an adapter, in a slot above 0, adds to some `rows` [m, n] of one part of a token's product, [m, n].
+def b_of_token(up_ptr, slot_stride, slot, rows, some, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
+    """Return B for some `rows` [m, n] of the slot of one token: [m, n, RANK_TILE], zero for slot 0.
 
-    For kernels that read the product anyway, one program a token. some: [m, n], whether a row exists.
+    For kernels that read a product anyway, one program a token, and add what B gives: `added_to_token`. They ask for B
+    before they wait for the product. some: [m, n], whether a row exists.
     """
     ranks = tl.arange(0, RANK_TILE)[None, None, :]
-    h = tl.load(inner_ptr + token * token_stride + (slot - 1) * inner_stride + part * RANK + ranks, mask=ranks < RANK)
     at = up_ptr + slot * slot_stride + rows[:, :, None] * RANK + ranks
-    b = tl.load(at, mask=some[:, :, None] & (ranks < RANK), other=0)
-    return tl.sum(b.to(tl.float32) * tl.where(ranks < RANK, h.to(tl.float32), 0.0), axis=2)
+    return tl.load(at, mask=some[:, :, None] & (ranks < RANK) & (slot > 0), other=0)
+
+
+@triton.jit
+def added_to_token(
+    inner_ptr, token_stride, inner_stride, slot, token, part, b, RANK: tl.constexpr, RANK_TILE: tl.constexpr
+):
+    """Return what an adapter adds to rows of one part of a token's product: [m, n]. b: `b_of_token`."""
+    ranks = tl.arange(0, RANK_TILE)
+    at = inner_ptr + token * token_stride + (slot - 1) * inner_stride + part * RANK + ranks
+    h = tl.load(at, mask=(ranks < RANK) & (slot > 0), other=0)
+    return tl.sum(b.to(tl.float32) * h.to(tl.float32)[None, None, :], axis=2)
 
 
 @triton.jit
@@ -365,9 +372,6 @@ class Term(NamedTuple):
         """Return its last arguments."""
         rank = self.up.shape[2]
         return {"RANK": rank, "RANK_TILE": triton.next_power_of_2(rank)}
-
-
-NO_TERM = (None, None, 0, 0, None, 0), {"RANK": 1, "RANK_TILE": 1}
 
 
 class Inner(NamedTuple):

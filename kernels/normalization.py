@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .quantized_inputs import empty_codes, store_row
+from .single_row_parts import dependent_launch, wait_for_inputs
 
 LARGEST_TOKEN = 16384  # numbers that a program holds
 
@@ -59,18 +60,19 @@ def head_norm_kernel(
 @triton.jit
 def add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, given_ptr, sum_ptr, x_stride, residual_stride, eps,
-    DIM: tl.constexpr, TILE: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.max_contiguous(tl.arange(0, TILE), 8)
     inside = columns < DIM
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
     # The sum is rounded before it is normalized: the next layer reads the rounded sum, and both must agree.
     rounded = (x + residual).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + row * DIM + columns, rounded, mask=inside)
     x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     out = (x * tl.rsqrt(tl.sum(x * x) / DIM + eps) * weight).to(rounded.dtype)
     store_row(out, row, columns, out_ptr, scale_ptr, given_ptr, DIM)
 
@@ -139,7 +141,7 @@ def _add_norm(
         tile, warps = _config(dim)
         add_rms_norm_kernel[(rows.shape[0],)](
             rows, residual_rows, weight, out, scales, static, total, rows.stride(0), residual_rows.stride(0), eps,
-            DIM=dim, TILE=tile, num_warps=warps,
+            DIM=dim, TILE=tile, num_warps=warps, **dependent_launch(x.device),
         )  # fmt: skip
     return total
 

@@ -23,7 +23,6 @@ import triton.language as tl
 
 from .arguments import CacheArguments, check_strides
 from .cache_codes import LARGEST, stored, to_codes
-from .low_rank import NO_TERM, TERM_WARPS, Term, added_to_token
 from .quantized_inputs import magnitude
 
 
@@ -80,7 +79,7 @@ def write_kv_kernel(
 
 
 @triton.jit
-def _write(
+def write_head(
     first, second, cache_ptr, scale_ptr, at, wanted,
     KV_HEADS: tl.constexpr, TILE: tl.constexpr, HALF: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
@@ -97,69 +96,22 @@ def _write(
 
 
 @triton.jit
-def _adapted(
-    first, second, at, real, part, begin, kind,
-    inner_ptr, token_stride, inner_stride, up_ptr, adapter_stride, adapter, token, RANK: tl.constexpr,
-    RANK_TILE: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Both halves with what an adapter adds to a part of the product, whose rows begin at `begin`; rounded to kind."""
-    a = added_to_token(
-        inner_ptr, token_stride, inner_stride, up_ptr, adapter_stride, adapter, token, begin + at, real, part,
-        RANK, RANK_TILE,
-    )  # fmt: skip
-    b = added_to_token(
-        inner_ptr, token_stride, inner_stride, up_ptr, adapter_stride, adapter, token, begin + HALF + at, real, part,
-        RANK, RANK_TILE,
-    )  # fmt: skip
-    return (first + a).to(kind).to(tl.float32), (second + b).to(kind).to(tl.float32)
-
-
-@triton.jit
 def rotary_write_kernel(
     q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, cos_sin_ptr,
     slots_ptr, q_stride, k_stride, v_stride, block_stride, slot_stride,
-    adapters_ptr, inner_ptr, token_stride, inner_stride, up_ptr, adapter_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, KV_HEADS_TILE: tl.constexpr,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE_KEYS: tl.constexpr, LARGEST: tl.constexpr,
-    RANK: tl.constexpr, RANK_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rotary embedding of q and k, and the cache write, in one launch. Without q: only the write.
-
-    adapters_ptr: the slots of the tokens' adapters, if their part is to be added to q, k and v first.
-    """
+    """Rotary embedding of q and k, and the cache write, in one launch. Without q: only the write."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     at, real, k1, k2 = _halves(k_ptr + token * k_stride, KV_HEADS, KV_HEADS_TILE, HALF)
     _, _, v1, v2 = _halves(v_ptr + token * v_stride, KV_HEADS, KV_HEADS_TILE, HALF)
-    adapter = 0
-    if adapters_ptr is not None:
-        adapter = tl.load(adapters_ptr + token)
-        if adapter > 0:
-            k1, k2 = _adapted(
-                k1, k2, at, real, 1, 2 * HALF * HEADS, k_ptr.dtype.element_ty,
-                inner_ptr, token_stride, inner_stride, up_ptr, adapter_stride, adapter, token, RANK, RANK_TILE, HALF,
-            )  # fmt: skip
-            v1, v2 = _adapted(
-                v1, v2, at, real, 2, 2 * HALF * (HEADS + KV_HEADS), k_ptr.dtype.element_ty,
-                inner_ptr, token_stride, inner_stride, up_ptr, adapter_stride, adapter, token, RANK, RANK_TILE, HALF,
-            )  # fmt: skip
     if q_ptr is not None:
         angles = cos_sin_ptr + token * (4 * HALF) + tl.arange(0, HALF)
         cos = tl.load(angles).to(tl.float32)[None, :]
         sin = tl.load(angles + 3 * HALF).to(tl.float32)[None, :]
-        if adapters_ptr is None:
-            _rotate(q_ptr + token * q_stride, q_out_ptr + token * (2 * HALF * HEADS), cos, sin, HEADS, HEADS_TILE, HALF)
-        else:
-            own, exists, q1, q2 = _halves(q_ptr + token * q_stride, HEADS, HEADS_TILE, HALF)
-            if adapter > 0:
-                q1, q2 = _adapted(
-                    q1, q2, own, exists, 0, 0, q_ptr.dtype.element_ty,
-                    inner_ptr, token_stride, inner_stride, up_ptr, adapter_stride, adapter, token,
-                    RANK, RANK_TILE, HALF,
-                )  # fmt: skip
-            own += token * (2 * HALF * HEADS)
-            tl.store(q_out_ptr + own, (q1 * cos - q2 * sin).to(q_out_ptr.dtype.element_ty), mask=exists)
-            tl.store(q_out_ptr + own + HALF, (q2 * cos + q1 * sin).to(q_out_ptr.dtype.element_ty), mask=exists)
+        _rotate(q_ptr + token * q_stride, q_out_ptr + token * (2 * HALF * HEADS), cos, sin, HEADS, HEADS_TILE, HALF)
         if ROTATE_KEYS:
             kind = k_ptr.dtype.element_ty  # rounded like the rotary kernel's output
             k1, k2 = (k1 * cos - k2 * sin).to(kind).to(tl.float32), (k2 * cos + k1 * sin).to(kind).to(tl.float32)
@@ -167,17 +119,13 @@ def rotary_write_kernel(
         to = k_out_ptr + token * (2 * HALF * KV_HEADS) + at
         tl.store(to, k1.to(k_out_ptr.dtype.element_ty), mask=real)
         tl.store(to + HALF, k2.to(k_out_ptr.dtype.element_ty), mask=real)
-        if adapters_ptr is not None:
-            own_v = v_ptr + token * v_stride + at
-            tl.store(own_v, v1.to(v_ptr.dtype.element_ty), mask=real)
-            tl.store(own_v + HALF, v2.to(v_ptr.dtype.element_ty), mask=real)
     wanted = real & (slot >= 0)
     at += (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
     if k_scale_ptr is not None:
         k_scale_ptr += slot * KV_HEADS
         v_scale_ptr += slot * KV_HEADS
-    _write(k1, k2, k_cache_ptr, k_scale_ptr, at, wanted, KV_HEADS, KV_HEADS_TILE, HALF, LARGEST)
-    _write(v1, v2, v_cache_ptr, v_scale_ptr, at, wanted, KV_HEADS, KV_HEADS_TILE, HALF, LARGEST)
+    write_head(k1, k2, k_cache_ptr, k_scale_ptr, at, wanted, KV_HEADS, KV_HEADS_TILE, HALF, LARGEST)
+    write_head(v1, v2, v_cache_ptr, v_scale_ptr, at, wanted, KV_HEADS, KV_HEADS_TILE, HALF, LARGEST)
 
 
 def rotary_embedding(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,7 +157,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: CacheArguments, slots: tor
     if cache.k_scale is not None:
         _rotate_and_write(None, k, v, None, cache, slots, False)
         return
-    _check_slots(cache, dim)
+    check_slots(cache, dim)
     k, v = _dense_tokens(k), _dense_tokens(v)
     if tokens:
         size = kv_heads * dim
@@ -229,17 +177,15 @@ def rotary_write(
     slots: torch.Tensor,
     rotate_keys: bool = True,
     keep: bool = False,
-    term: Term | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rotary_embedding` and `write_kv` in one launch; returns the rotated q, and k.  Lessons 08 and 11.
 
-    rotate_keys: whether k is rotated before it is written. keep: whether it is returned as written. term: what adapters
-    add to q, k and v, its three parts, before that; v, if k is kept, is overwritten with the sum. d is a power of two.
-    Raises ValueError as `write_kv`.
+    rotate_keys: whether k is rotated before it is written. keep: whether it is returned as written. d is a power of
+    two. Raises ValueError as `write_kv`.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     written = torch.empty(k.shape, dtype=k.dtype, device=k.device) if keep else None
-    _rotate_and_write((_dense_tokens(q), out, written), k, v, cos_sin.contiguous(), cache, slots, rotate_keys, term)
+    _rotate_and_write((_dense_tokens(q), out, written), k, v, cos_sin.contiguous(), cache, slots, rotate_keys)
     return out, k if written is None else written
 
 
@@ -251,28 +197,25 @@ def _rotate_and_write(
     cache: CacheArguments,
     slots: torch.Tensor,
     rotate_keys: bool,
-    term: Term | None = None,
 ) -> None:
     """queries: q, where its rotation is written, and where k is written besides the cache, if it is."""
     tokens, kv_heads, dim = k.shape
-    _check_slots(cache, dim)
+    check_slots(cache, dim)
     k, v = _dense_tokens(k), _dense_tokens(v)
     q, out, copy = queries or (None, None, None)
     heads = 1 if q is None else q.shape[1]
     held_k, held_v = stored(cache)
-    arguments, sizes = NO_TERM if term is None else (term.arguments, term.sizes)
     if tokens:
         rotary_write_kernel[(tokens,)](
             q, k, v, out, copy, held_k, held_v, cache.k_scale, cache.v_scale, cos_sin, slots,
-            0 if q is None else q.stride(0), k.stride(0), v.stride(0), *held_k.stride()[:2], *arguments,
+            0 if q is None else q.stride(0), k.stride(0), v.stride(0), *held_k.stride()[:2],
             HEADS=heads, KV_HEADS=kv_heads, HEADS_TILE=triton.next_power_of_2(heads),
             KV_HEADS_TILE=triton.next_power_of_2(kv_heads), HALF=dim // 2, BLOCK_SIZE=cache.k.shape[1],
-            ROTATE_KEYS=rotate_keys, LARGEST=LARGEST.get(cache.k.dtype, 1.0), **sizes,
-            num_warps=4 if term is None else TERM_WARPS,
+            ROTATE_KEYS=rotate_keys, LARGEST=LARGEST.get(cache.k.dtype, 1.0), num_warps=4,
         )  # fmt: skip
 
 
-def _check_slots(cache: CacheArguments, dim: int) -> None:
+def check_slots(cache: CacheArguments, dim: int) -> None:
     check_strides(cache)
     if cache.k.stride(2) != dim:
         raise ValueError("a token's heads must be adjacent in the cache")

@@ -26,6 +26,7 @@ from minillm.kernels import (
     activation,
     adapted_activation,
     adapted_norm,
+    adapted_rotary,
     adapted_row,
     decode_step,
     embedding,
@@ -207,9 +208,8 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             term = low_rank.Term(both[:, 2560:], slots[:2], torch.zeros(4, 2560, 16, dtype=dtype), 3)
             residual = torch.zeros(2, 2048, dtype=dtype)
             adapted_norm.adapted_add_rms_norm(both[:, :2048], residual, torch.zeros(2048), 1e-6, term)
-            q, k, v = both[:, :2560].unflatten(1, (-1, 256)).split((8, 1, 1), dim=1)
-            cache = LayerCache(*torch.zeros(2, 4, 16, 1, 256, dtype=dtype))
-            rope_cache.rotary_write(q, k, v, torch.zeros(2, 2, 256), cache, slots[:2], term=term)
+            cache, angles = LayerCache(*torch.zeros(2, 4, 16, 1, 256, dtype=dtype)), torch.zeros(2, 2, 256)
+            adapted_rotary.adapted_rotary_write(both[:, :2560], 8, angles, cache, slots[:2], True, True, term)
         low_rank.add_low_rank(x, x, slots[:2], down.bfloat16(), up.bfloat16(), (512, 1024, 2048))
         slot = torch.zeros(1, dtype=torch.int64)
         for shape, ends, options in (

@@ -26,7 +26,7 @@ from .triton_adapted import added as added
 from .triton_adapted import fits_a_token as fits_a_token
 from .triton_adapted import normed as normed
 from .triton_adapted import product_with_inner as product_with_inner
-from .triton_adapted import term
+from .triton_adapted import rotary_write as adapted_rotary_write
 from .triton_linear import embedding as embedding
 from .triton_linear import linear, on_codes
 
@@ -130,8 +130,9 @@ def rotary_write(
     """As `Compositions.rotary_write`; None for float64 and heads whose size is no power of two."""
     if q.dtype == float64 or not _power_of_two(q.shape[-1]):
         return None
-    adds = None if unadded is None else term(unadded)
-    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys, keep, adds)
+    if unadded is not None:
+        return adapted_rotary_write(unadded, q.shape[1], cos_sin, cache, slots, rotate_keys, keep)
+    return rope_cache.rotary_write(q, k, v, cos_sin, cache, slots, rotate_keys, keep)
 
 
 def prompt_attention(

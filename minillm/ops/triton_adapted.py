@@ -9,6 +9,8 @@ gated activation adds what B gives, whatever the weight.
 from torch import Tensor, float64
 
 from minillm.kernels import adapted_activation, adapted_norm, low_rank
+from minillm.kernels.adapted_rotary import adapted_rotary_write
+from minillm.kv_cache.layer_cache import LayerCache
 from minillm.quantization import Weight
 
 from . import reference
@@ -43,7 +45,7 @@ def product_with_inner(x: Tensor, weight: Weight, adapted: Adapted) -> Unadded |
 
 def fits_a_token(product: Unadded) -> bool:
     """Return whether a kernel with one program a token can add what is still to be added."""
-    return term(product).fits
+    return _term(product).fits
 
 
 def added(product: Unadded) -> Tensor:
@@ -54,7 +56,14 @@ def added(product: Unadded) -> Tensor:
 
 def normed(x: Unadded, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `Compositions.normed`, in one launch."""
-    return adapted_norm.adapted_add_rms_norm(x.out, residual, norm, eps, term(x))
+    return adapted_norm.adapted_add_rms_norm(x.out, residual, norm, eps, _term(x))
+
+
+def rotary_write(
+    x: Unadded, heads: int, cos_sin: Tensor, cache: LayerCache, slots: Tensor, rotate_keys: bool, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """As `Compositions.rotary_write`, with the product of `heads` heads of queries, keys and values in their place."""
+    return adapted_rotary_write(x.out, heads, cos_sin, cache, slots, rotate_keys, keep, _term(x))
 
 
 def adapted_gate(x: Tensor, weight: Weight, activation: str, adapted: Adapted) -> Tensor | None:
@@ -77,7 +86,7 @@ def adapted_gate(x: Tensor, weight: Weight, activation: str, adapted: Adapted) -
     return adapted_activation.adapted_activation(linear(x, weight), inner, tiles, factors.up, activation)
 
 
-def term(product: Unadded) -> low_rank.Term:
+def _term(product: Unadded) -> low_rank.Term:
     """Return what is still to be added, for kernels with one program a token."""
     factors = product.factors
     return low_rank.Term(product.inner, product.adapted.slots, factors.up, len(factors.ends))

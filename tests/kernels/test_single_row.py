@@ -36,7 +36,8 @@ ATTENTION = [
 
 DEPENDENT = (
     "single_row.py", "integer_rows.py", "fp8_rows.py", "sampling.py", "truncation.py", "decode_step.py", "embedding.py",
-    "low_rank.py", "adapted_activation.py", "adapted_row.py",
+    "low_rank.py", "adapted_activation.py", "adapted_norm.py", "adapted_rotary.py", "adapted_row.py",
+    "normalization.py",
 )  # fmt: skip
 
 
@@ -209,13 +210,14 @@ def test_before_gdc_wait_a_kernel_writes_nothing_and_reads_only_data_two_kernels
         "table_ptr",
         "length_ptr",
         "cos_sin_ptr",
+        "cache_slots_ptr",
     }
     folder = Path(single_row.__file__).parent
     files = [folder / name for name in (*DEPENDENT, "single_row_parts.py")]
     body = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
     kernels = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
     kernels = [kernel for kernel in kernels if "DEPENDENT" in {each.arg for each in kernel.args.args}]
-    assert len(kernels) == 16
+    assert len(kernels) == 19
     for kernel in kernels:
         waits = [i for i, line in enumerate(kernel.body) if ast.unparse(line).startswith("wait_for_inputs(")]
         assert len(waits) == 1, (
