@@ -16,12 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import is_compiled
-from .low_rank import FEW_TOKENS, Inner, load_tile
+from .low_rank import FEW_TOKENS, MANY, Inner, h_of_tile, load_tile, own_items, precision, rows_of_b, times_b
 from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
 
-# For few and for many tokens. Tensor cores take at least 16.
-IN_TILE, COLUMNS_AT_ONCE, PROGRAMS, WARPS = (16, 32), (64, 128), (8, 4), 4
+# For few and for many tokens. Tensor cores take at least 16; steps of many tokens are grouped once for all weights.
+IN_TILE, COLUMNS_AT_ONCE, PROGRAMS, WARPS = (16, MANY.tokens), (64, 128), (8, 4), 4
 
 
 def tile_tokens(tokens: int) -> int:
@@ -30,84 +29,36 @@ def tile_tokens(tokens: int) -> int:
 
 
 @triton.jit
-def _h_of(
-    inner_ptr, share_stride, token_stride, slot_stride, slot, members, part,
-    RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
-):  # fmt: skip
-    """Return a part's h of the tokens of a tile [tokens, RANK_TILE]. See `Inner`."""
-    ranks, shares = tl.arange(0, RANK_TILE)[None, None, :], tl.arange(0, SHARE_TILE)[:, None, None]
-    at = shares * share_stride + members[None, :, None] * token_stride + (slot - 1) * slot_stride + part * RANK + ranks
-    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, :, None] & (slot > 0)
-    return tl.sum(tl.load(inner_ptr + at, mask=wanted, other=0).to(tl.float32), axis=0)
-
-
-@triton.jit
-def _rows_of_b(up_ptr, slot, slot_stride, begin, real, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr):
-    """Return rows of B [TILE, RANK_TILE], zero for slot 0."""
-    ranks = tl.arange(0, RANK_TILE)[None, :]
-    at = up_ptr + slot.to(tl.int64) * slot_stride + (begin + tl.arange(0, TILE))[:, None] * RANK + ranks
-    return tl.load(at, mask=real[:, None] & (ranks < RANK) & (slot > 0), other=0)
-
-
-@triton.jit
-def _times_b(high, low, b, PRECISION: tl.constexpr):
-    """h [tokens, rank] times B^T: [tokens, rows]. h is high, or high + low."""
-    if PRECISION is None:
-        total = tl.dot(high, tl.trans(b))
-        if low is not None:
-            total = tl.dot(low, tl.trans(b), total)
-    else:
-        total = tl.dot(high, tl.trans(b.to(tl.float32)), input_precision=PRECISION)
-    return total
-
-
-@triton.jit
 def adapted_activation_kernel(
     gate_up_ptr, out_ptr, tiles_ptr, up_ptr, inner_ptr, share_stride, token_stride, inner_stride, gate_up_stride,
     slot_stride,
     COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
-    SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, GELU: tl.constexpr,
+    SHARES: tl.constexpr, SHARE_TILE: tl.constexpr, PRECISION: tl.constexpr, GELU: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """EXACT: h has no more digits than B; else what its nearest number of B's dtype leaves is multiplied, too."""
     BLOCKS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    items = tl.load(tiles_ptr + 1) * BLOCKS
-    share = items // programs
-    more = items - share * programs  # programs that have one more
-    item = program * share + tl.minimum(program, more)
-    last = item + share + (program < more).to(tl.int32)
+    item, last = own_items(tl.load(tiles_ptr + 1) * BLOCKS)
     wait_for_inputs(DEPENDENT)
     kind = out_ptr.dtype.element_ty
     while item < last:
         slot, members = load_tile(tiles_ptr, item // BLOCKS, True, TOKENS)
-        h_gate = _h_of(
+        h_gate = h_of_tile(
             inner_ptr, share_stride, token_stride, inner_stride, slot, members, 0, RANK, RANK_TILE, SHARES, SHARE_TILE
         )
-        h_up = _h_of(
+        h_up = h_of_tile(
             inner_ptr, share_stride, token_stride, inner_stride, slot, members, 1, RANK, RANK_TILE, SHARES, SHARE_TILE
         )
-        gate_low, up_low = None, None
-        if PRECISION is None:
-            gate_high, up_high = h_gate.to(up_ptr.dtype.element_ty), h_up.to(up_ptr.dtype.element_ty)
-            if not EXACT:
-                gate_low = (h_gate - gate_high.to(tl.float32)).to(gate_high.dtype)
-                up_low = (h_up - up_high.to(tl.float32)).to(up_high.dtype)
-        else:
-            gate_high, up_high = h_gate, h_up
         end = tl.minimum(last, (item // BLOCKS + 1) * BLOCKS)
         for each in tl.range(item, end, num_stages=1):
             begin = each % BLOCKS * TILE
             columns = begin + tl.arange(0, TILE)
-            real = columns < COLUMNS
-            mask = (members >= 0)[:, None] & real[None, :]
+            mask = (members >= 0)[:, None] & (columns < COLUMNS)[None, :]
             at = gate_up_ptr + members.to(tl.int64)[:, None] * gate_up_stride + columns[None, :]
-            gate = tl.load(at, mask=mask, other=0)
-            up = tl.load(at + COLUMNS, mask=mask, other=0)
-            b_gate = _rows_of_b(up_ptr, slot, slot_stride, begin, real, RANK, RANK_TILE, TILE)
-            b_up = _rows_of_b(up_ptr, slot, slot_stride, COLUMNS + begin, real, RANK, RANK_TILE, TILE)
-            gate = (gate.to(tl.float32) + _times_b(gate_high, gate_low, b_gate, PRECISION)).to(kind).to(tl.float32)
-            up = (up.to(tl.float32) + _times_b(up_high, up_low, b_up, PRECISION)).to(kind).to(tl.float32)
+            gate, up = tl.load(at, mask=mask, other=0), tl.load(at + COLUMNS, mask=mask, other=0)
+            b_gate = rows_of_b(up_ptr, slot, slot_stride, begin, COLUMNS, RANK, RANK_TILE, TILE)
+            b_up = rows_of_b(up_ptr, slot, slot_stride, COLUMNS + begin, 2 * COLUMNS, RANK, RANK_TILE, TILE)
+            gate = (gate.to(tl.float32) + times_b(h_gate, b_gate, PRECISION)).to(kind).to(tl.float32)
+            up = (up.to(tl.float32) + times_b(h_up, b_up, PRECISION)).to(kind).to(tl.float32)
             target = out_ptr + members.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
             tl.store(target, (activated(gate, GELU) * up).to(kind), mask=mask)
         item = end
@@ -133,12 +84,10 @@ def adapted_activation(
     many, size = int(tokens > FEW_TOKENS), tile_tokens(tokens)
     tile = max(16, min(COLUMNS_AT_ONCE[many], triton.next_power_of_2(rows // 2)))
     items = (len(tiles) - 1) * triton.cdiv(rows // 2, tile)
-    half = is_compiled(out) and up.dtype == torch.bfloat16
     adapted_activation_kernel[(min(items, PROGRAMS[many] * processors(out.device)),)](
         gate_up, out, tiles, up, inner.values, *inner[2:], gate_up.stride(0), up.stride(0),
         COLUMNS=rows // 2, RANK=rank, RANK_TILE=max(16, triton.next_power_of_2(rank)), TOKENS=size, TILE=tile,
-        SHARES=inner.shares, SHARE_TILE=triton.next_power_of_2(inner.shares), EXACT=inner.values.dtype == up.dtype,
-        PRECISION=None if half else "ieee" if up.dtype == torch.float32 else "tf32x3",
+        SHARES=inner.shares, SHARE_TILE=triton.next_power_of_2(inner.shares), PRECISION=precision(up),
         GELU=activation == "gelu_tanh", num_warps=WARPS, **dependent_launch(out.device),
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_rank import TERM_WARPS, Term, added_to_token, b_of_token
+from .low_rank import TERM_WARPS, Term, added_to_token, b_of_slot
 from .single_row_parts import dependent_launch, wait_for_inputs
 
 
@@ -26,7 +26,7 @@ def adapted_norm_kernel(
     slot = tl.load(slots_ptr + row)
     columns = tl.arange(0, TILE)
     inside = columns < DIM
-    b = b_of_token(up_ptr, slot_stride, slot, columns[None, :], inside[None, :], RANK, RANK_TILE)
+    b = b_of_slot(up_ptr, slot_stride, slot, columns[None, :], inside[None, :], RANK, RANK_TILE)
     residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .arguments import CacheArguments
 from .cache_codes import LARGEST, stored
-from .low_rank import Term, added_to_token, b_of_token
+from .low_rank import Term, added_to_token, b_of_slot
 from .rope_cache import check_slots, write_head
 from .single_row_parts import dependent_launch, wait_for_inputs
 
@@ -24,8 +24,8 @@ from .single_row_parts import dependent_launch, wait_for_inputs
 def _b_of_head(up_ptr, stride, slot, head, wanted, RANK: tl.constexpr, RANK_TILE: tl.constexpr, HALF: tl.constexpr):
     """B for the two halves of a head of the product: [1, HALF, RANK_TILE] each."""
     rows = head * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    first = b_of_token(up_ptr, stride, slot, rows, wanted & (rows >= 0), RANK, RANK_TILE)
-    return first, b_of_token(up_ptr, stride, slot, rows + HALF, wanted & (rows >= 0), RANK, RANK_TILE)
+    first = b_of_slot(up_ptr, stride, slot, rows, wanted & (rows >= 0), RANK, RANK_TILE)
+    return first, b_of_slot(up_ptr, stride, slot, rows + HALF, wanted & (rows >= 0), RANK, RANK_TILE)
 
 
 @triton.jit

@@ -9,11 +9,11 @@ them, once in a step for all weights: each tile is a slot and some of its tokens
 their tiles are the last ones, which only `adapted_activation` reads.
 
 Tiling: two launches, whose programs go through all tiles. In the first, a program multiplies a tile's tokens by a few
-rows of A, for a share of the columns. In the second, it adds up the shares and multiplies h by rows of B, one tile of
-rows after another. Between them h stays in float32: for few tokens, each thread multiplies what it has loaded of B; for
-many, where B is bfloat16, a product with the bfloat16 nearest to h and one with what is left of it are added. Both
-kernels wait for memory, mostly, so a program asks for its first factors before it waits for the kernel before it, and
-for the next ones before it computes.
+rows of A, for a share of the columns. In the second, it adds up the shares and multiplies h by rows of B, one block of
+rows after another: for few tokens, each thread multiplies what it has loaded of B; for many, tensor cores do, and h is
+rounded as the tokens are. Both kernels wait for memory, mostly. So with few tokens a program asks for its first factors
+before it waits for the kernel before it, and for the next ones before it computes; with many, there are other programs
+on the multiprocessor.
 
 A token's sums are made in the same order wherever it is in a tile, so in these kernels they do not depend on the other
 tokens, with one exception: for more than FEW_TOKENS tokens the tiles have other sizes.
@@ -51,10 +51,10 @@ class Tiles(NamedTuple):
     shares: int
     rows: int  # of B at once, if B is in half precision and of rank 16
     blocks: int  # of rows that a weight has at least
-    dot: bool  # whether tl.dot multiplies them; else each thread multiplies what it has loaded
+    dot: bool  # whether tensor cores multiply them: `add_many_kernel`
     programs: int  # of the first kernel on a multiprocessor, at most
     adders: int  # of the second, if B is bfloat16; else as many as of the first
-    registers: int | None  # of a thread of `adders`, at most; None: any number
+    registers: int | None  # of a thread of `add_kernel`, at most; None: any number
     warps: int
 
 
@@ -65,8 +65,8 @@ FEW = Tiles(
     programs=4, adders=6, registers=80, warps=4,
 )  # fmt: skip
 MANY = Tiles(
-    tokens=64, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=128, blocks=16, dot=True,
-    programs=8, adders=8, registers=None, warps=4,
+    tokens=32, entries=64, columns=64, groups=1, pieces=8, shares=8, rows=128, blocks=16, dot=True,
+    programs=8, adders=4, registers=None, warps=4,
 )  # fmt: skip
 
 
@@ -214,57 +214,54 @@ def _rows_of_block(block, TILE: tl.constexpr, first_end, second_end, end):
 
 
 @triton.jit
-def _load_up(
-    up_ptr, slot, slot_stride, begin, after,
-    RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Return rows of B: [TILE, RANK_TILE] for tl.dot, else [TILE, 1, RANK_TILE]."""
-    rows, ranks = begin + tl.arange(0, TILE), tl.arange(0, RANK_TILE)
-    at = up_ptr + slot.to(tl.int64) * slot_stride + rows[:, None] * RANK + ranks[None, :]
-    mask = (slot > 0) & (rows < after)[:, None] & (ranks < RANK)[None, :]
-    if not DOT:
-        at, mask = at[:, None, :], mask[:, None, :]
-    return tl.load(at, mask=mask, other=0)
+def own_items(items):
+    """Return this program's share of so many items: (first, end)."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    share = items // programs
+    more = items - share * programs  # programs that have one more
+    first = program * share + tl.minimum(program, more)
+    return first, first + share + (program < more).to(tl.int32)
 
 
 @triton.jit
-def _load_inner(
+def rows_of_b(up_ptr, slot, slot_stride, begin, after, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr):
+    """Return rows of B from `begin` on, and below `after`: [TILE, RANK_TILE], zero for slot 0."""
+    rows, ranks = (begin + tl.arange(0, TILE))[:, None], tl.arange(0, RANK_TILE)[None, :]
+    at = up_ptr + slot.to(tl.int64) * slot_stride + rows * RANK + ranks
+    return tl.load(at, mask=(rows < after) & (ranks < RANK) & (slot > 0), other=0)
+
+
+@triton.jit
+def h_of_tile(
     inner_ptr, share_stride, token_stride, slot_stride, slot, members, part,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return a part's h of some tokens with one slot, transposed: [RANK_TILE, tokens]. See `Inner`."""
-    ranks, shares = tl.arange(0, RANK_TILE)[None, :, None], tl.arange(0, SHARE_TILE)[:, None, None]
-    at = shares * share_stride + members[None, None, :] * token_stride + (slot - 1) * slot_stride + part * RANK + ranks
-    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, None, :] & (slot > 0)
+    """Return a part's h of the tokens of a tile: [tokens, RANK_TILE] float32. See `Inner`."""
+    ranks, shares = tl.arange(0, RANK_TILE)[None, None, :], tl.arange(0, SHARE_TILE)[:, None, None]
+    at = shares * share_stride + members[None, :, None] * token_stride + (slot - 1) * slot_stride + part * RANK + ranks
+    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, :, None] & (slot > 0)
     return tl.sum(tl.load(inner_ptr + at, mask=wanted, other=0).to(tl.float32), axis=0)
 
 
 @triton.jit
-def _times_up(up, inner, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """Return rows of B times h: [rows, tokens]. IN_HALF: B is bfloat16.
-
-    Without tl.dot, a thread multiplies what it has loaded: its pieces of rows stay where they are.
-    """
-    if not DOT:
-        total = tl.sum(up.to(tl.float32) * tl.trans(inner)[None, :, :], axis=2)
-    elif IN_HALF:
-        high = inner.to(up.dtype)
-        total = tl.dot(up, high)
-        total = tl.dot(up, (inner - high.to(tl.float32)).to(up.dtype), total)
+def times_b(h, b, PRECISION: tl.constexpr):
+    """h [tokens, rank] times B^T: [tokens, rows], by tensor cores. PRECISION: of float32; None: h is rounded like b."""
+    if PRECISION is None:
+        total = tl.dot(h.to(b.dtype), tl.trans(b))
     else:
-        total = tl.dot(up.to(tl.float32), inner, input_precision=PRECISION)
+        total = tl.dot(h, tl.trans(b.to(tl.float32)), input_precision=PRECISION)
     return total
 
 
 @triton.jit
-def b_of_token(up_ptr, slot_stride, slot, rows, some, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
-    """Return B for some `rows` [m, n] of the slot of one token: [m, n, RANK_TILE], zero for slot 0.
+def b_of_slot(up_ptr, slot_stride, slot, rows, some, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
+    """Return B of one slot for some `rows` [m, n]: [m, n, RANK_TILE], zero for slot 0.
 
-    For kernels that read a product anyway, one program a token, and add what B gives: `added_to_token`. They ask for B
-    before they wait for the product. some: [m, n], whether a row exists.
+    For threads that multiply what they have loaded: their pieces of rows stay where they are. some: [m, n], whether a
+    row exists.
     """
     ranks = tl.arange(0, RANK_TILE)[None, None, :]
-    at = up_ptr + slot * slot_stride + rows[:, :, None] * RANK + ranks
+    at = up_ptr + slot.to(tl.int64) * slot_stride + rows[:, :, None] * RANK + ranks
     return tl.load(at, mask=some[:, :, None] & (ranks < RANK) & (slot > 0), other=0)
 
 
@@ -272,7 +269,10 @@ def b_of_token(up_ptr, slot_stride, slot, rows, some, RANK: tl.constexpr, RANK_T
 def added_to_token(
     inner_ptr, token_stride, inner_stride, slot, token, part, b, RANK: tl.constexpr, RANK_TILE: tl.constexpr
 ):
-    """Return what an adapter adds to rows of one part of a token's product: [m, n]. b: `b_of_token`."""
+    """Return what an adapter adds to rows of one part of a token's product: [m, n]. b: `b_of_slot` of these.
+
+    For kernels that read the product anyway, with programs of one token. They ask for b before the product is there.
+    """
     ranks = tl.arange(0, RANK_TILE)
     at = inner_ptr + token * token_stride + (slot - 1) * inner_stride + part * RANK + ranks
     h = tl.load(at, mask=(ranks < RANK) & (slot > 0), other=0)
@@ -284,26 +284,20 @@ def add_kernel(
     out_ptr, tiles_ptr, up_ptr, inner_ptr, share_stride, token_stride, inner_stride, out_stride, slot_stride,
     first_end, second_end, end,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
-    SHARE_TILE: tl.constexpr, DOT: tl.constexpr, IN_HALF: tl.constexpr, PRECISION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SHARE_TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Add to out what B makes of inner. A program has blocks of rows next to each other."""
     blocks = tl.cdiv(first_end, TILE) + tl.cdiv(second_end - first_end, TILE) + tl.cdiv(end - second_end, TILE)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    items = tl.load(tiles_ptr) * blocks
-    share = items // programs
-    more = items - share * programs  # programs that have one more
-    item = program * share + tl.minimum(program, more)
-    last = item + share + (program < more).to(tl.int32)
+    item, last = own_items(tl.load(tiles_ptr) * blocks)
     slot, members = load_tile(tiles_ptr, item // blocks, item < last, TOKENS)
     part, begin, after = _rows_of_block(item % blocks, TILE, first_end, second_end, end)
-    up = _load_up(up_ptr, slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
-    wait_for_inputs(DEPENDENT)
     rows = begin + tl.arange(0, TILE)
+    b = b_of_slot(up_ptr, slot_stride, slot, rows[:, None], (rows < after)[:, None], RANK, RANK_TILE)
+    wait_for_inputs(DEPENDENT)
     target = out_ptr + members[None, :].to(tl.int64) * out_stride + rows[:, None]
     mask = (members >= 0)[None, :] & (rows < after)[:, None]
     before = tl.load(target, mask=mask, other=0)
-    inner = _load_inner(
+    h = h_of_tile(
         inner_ptr, share_stride, token_stride, inner_stride, slot, members, part, RANK, RANK_TILE, SHARES, SHARE_TILE
     )
     for each in tl.range(item, last, num_stages=1):
@@ -312,22 +306,51 @@ def add_kernel(
         next_slot, next_members = slot, members
         if following % blocks == 0:
             next_slot, next_members = load_tile(tiles_ptr, following // blocks, following < last, TOKENS)
-        if following >= last:
-            next_slot = 0
-        next_up = _load_up(up_ptr, next_slot, slot_stride, begin, after, RANK, RANK_TILE, TILE, DOT)
+        next_slot = tl.where(following < last, next_slot, 0)
         rows = begin + tl.arange(0, TILE)
+        next_b = b_of_slot(up_ptr, slot_stride, next_slot, rows[:, None], (rows < after)[:, None], RANK, RANK_TILE)
         next_target = out_ptr + next_members[None, :].to(tl.int64) * out_stride + rows[:, None]
         next_mask = (next_slot > 0) & (next_members >= 0)[None, :] & (rows < after)[:, None]
         next_before = tl.load(next_target, mask=next_mask, other=0)
-        total = _times_up(up, inner, DOT, IN_HALF, PRECISION)
+        total = tl.sum(b.to(tl.float32) * h[None, :, :], axis=2)
         tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
         if (following < last) & ((next_part != part) | (following % blocks == 0)):
-            inner = _load_inner(
+            h = h_of_tile(
                 inner_ptr, share_stride, token_stride, inner_stride, next_slot, next_members, next_part,
                 RANK, RANK_TILE, SHARES, SHARE_TILE,
             )  # fmt: skip
-        slot, members, part, up = next_slot, next_members, next_part, next_up
+        slot, members, part, b = next_slot, next_members, next_part, next_b
         target, mask, before = next_target, next_mask, next_before
+
+
+@triton.jit
+def add_many_kernel(
+    out_ptr, tiles_ptr, up_ptr, inner_ptr, share_stride, token_stride, inner_stride, out_stride, slot_stride,
+    first_end, second_end, end,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
+    SHARE_TILE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """`add_kernel` for many tokens: tensor cores multiply."""
+    blocks = tl.cdiv(first_end, TILE) + tl.cdiv(second_end - first_end, TILE) + tl.cdiv(end - second_end, TILE)
+    item, last = own_items(tl.load(tiles_ptr) * blocks)
+    wait_for_inputs(DEPENDENT)
+    while item < last:
+        part, begin, after = _rows_of_block(item % blocks, TILE, first_end, second_end, end)
+        slot, members = load_tile(tiles_ptr, item // blocks, True, TOKENS)
+        h = h_of_tile(
+            inner_ptr, share_stride, token_stride, inner_stride, slot, members, part,
+            RANK, RANK_TILE, SHARES, SHARE_TILE,
+        )  # fmt: skip
+        following = tl.minimum(last, item + tl.cdiv(after - begin, TILE))  # the first item with another h
+        for each in tl.range(item, following, num_stages=1):
+            row = begin + (each - item) * TILE
+            rows = row + tl.arange(0, TILE)
+            target = out_ptr + members.to(tl.int64)[:, None] * out_stride + rows[None, :]
+            mask = (members >= 0)[:, None] & (rows < after)[None, :]
+            before = tl.load(target, mask=mask, other=0)
+            total = times_b(h, rows_of_b(up_ptr, slot, slot_stride, row, after, RANK, RANK_TILE, TILE), PRECISION)
+            tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
+        item = following
 
 
 def add_low_rank(
@@ -428,7 +451,6 @@ def add_grouped(
     if not len(out):
         return out
     inner = x if isinstance(x, Inner) else inner_products(x, tiles, down, just_grouped)
-    independent, dependent = {"DEPENDENT": False}, dependent_launch(out.device)
     (_, rows, rank), sizes = up.shape, sizes_for(len(out))
     rank_tile = max(16, triton.next_power_of_2(rank))
     tile = max(16, min(sizes.rows * 32 // (rank_tile * up.itemsize), triton.next_power_of_2(rows // sizes.blocks)))
@@ -436,14 +458,24 @@ def add_grouped(
     in_half = is_compiled(out) and up.dtype == torch.bfloat16
     blocks = sum(triton.cdiv(end - begin, tile) for begin, end in pairwise((0, first, second, rows)))
     together = (sizes.adders if in_half else sizes.programs) * processors(out.device)
-    add_kernel[(min((len(tiles) - 1) * blocks, together),)](
+    if sizes.dot:
+        kernel, more = add_many_kernel, {"PRECISION": precision(up)}
+    else:
+        kernel, more = add_kernel, {"maxnreg": sizes.registers if in_half else None}
+    dependent = {"DEPENDENT": False} if inner is x and just_grouped else dependent_launch(out.device)
+    kernel[(min((len(tiles) - 1) * blocks, together),)](
         out, tiles, up, inner.values, *inner[2:], out.stride(0), up.stride(0), first, second, rows,
         RANK=rank, RANK_TILE=rank_tile, TOKENS=sizes.tokens, TILE=tile, SHARES=inner.shares,
-        SHARE_TILE=triton.next_power_of_2(inner.shares), DOT=sizes.dot, IN_HALF=in_half,
-        PRECISION="ieee" if up.dtype == torch.float32 else "tf32x3", num_warps=sizes.warps,
-        maxnreg=sizes.registers if in_half else None, **(independent if inner is x and just_grouped else dependent),
+        SHARE_TILE=triton.next_power_of_2(inner.shares), num_warps=sizes.warps, **more, **dependent,
     )  # fmt: skip
     return out
+
+
+def precision(up: torch.Tensor) -> str | None:
+    """Return how tensor cores multiply h by this B: with what precision of float32; None: in bfloat16."""
+    if is_compiled(up) and up.dtype == torch.bfloat16:
+        return None
+    return "ieee" if up.dtype == torch.float32 else "tf32x3"
 
 
 def sizes_for(tokens: int) -> Tiles:

@@ -149,8 +149,10 @@ def test_rotary_embedding_and_write_in_one_launch_equal_the_two_operations(name,
     got, kept = rope_cache.rotary_write(q, k, v, cos_sin, found, slots, rotate_keys, True)
     rotated, keys = kernels.rotary_embedding(q, k, cos_sin)
     kernels.write_kv(keys if rotate_keys else k, v, wanted, slots)
-    assert got.equal(rotated) and kept.equal(keys if rotate_keys else k)
+    own = keys if rotate_keys else k
     if COMPILED and rotate_keys and dtype == F32:  # the two kernels' last bits differ, which bfloat16 rounds away
+        assert_close("rotary_write", got, rotated.double(), dtype)
+        assert_close("rotary_write", kept, own.double(), dtype)
         every = torch.arange(3, device=device)[None]
         for one, other in zip(found.read(every), wanted.read(every), strict=True):
             if name == "auto":
@@ -158,6 +160,7 @@ def test_rotary_embedding_and_write_in_one_launch_equal_the_two_operations(name,
             else:  # and a code may be the next one
                 assert_close("rotary_write", one.float(), other.double(), F32, times=2e3)
     else:
+        assert got.equal(rotated) and kept.equal(own)
         assert same(found, wanted)
 
 
