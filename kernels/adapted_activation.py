@@ -16,16 +16,40 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_rank import FEW_TOKENS, MANY, Inner, h_of_tile, load_tile, own_items, precision, rows_of_b, times_b
+from .low_rank import FEW_TOKENS, MANY, Inner, b_times, h_of_tile, load_tile, own_items, precision
 from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
 
 # For few and for many tokens. Tensor cores take at least 16; steps of many tokens are grouped once for all weights.
-IN_TILE, COLUMNS_AT_ONCE, PROGRAMS, WARPS = (16, MANY.tokens), (64, 128), (8, 4), 4
+IN_TILE, COLUMNS_AT_ONCE, PROGRAMS, WARPS = (8, MANY.tokens), (128, 64), (8, 7), 4
 
 
 def tile_tokens(tokens: int) -> int:
     """Return the tokens of a tile, for steps of so many."""
     return IN_TILE[tokens > FEW_TOKENS]
+
+
+@triton.jit
+def _h_of_both(
+    inner_ptr, share_stride, token_stride, slot_stride, slot, members,
+    RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
+):  # fmt: skip
+    """h of gate and of up."""
+    gate = h_of_tile(
+        inner_ptr, share_stride, token_stride, slot_stride, slot, members, 0, RANK, RANK_TILE, SHARES, SHARE_TILE
+    )
+    up = h_of_tile(
+        inner_ptr, share_stride, token_stride, slot_stride, slot, members, 1, RANK, RANK_TILE, SHARES, SHARE_TILE
+    )
+    return gate, up
+
+
+@triton.jit
+def _b_of_both(up_ptr, slot, slot_stride, columns, COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
+    """Rows of B of gate and of up: [columns, RANK_TILE] each, from one load: two would wait for each other."""
+    rows = columns[:, None, None] + tl.arange(0, 2)[None, None, :] * COLUMNS
+    ranks = tl.arange(0, RANK_TILE)[None, :, None]
+    at = up_ptr + slot.to(tl.int64) * slot_stride + rows * RANK + ranks
+    return tl.split(tl.load(at, mask=(columns < COLUMNS)[:, None, None] & (ranks < RANK) & (slot > 0), other=0))
 
 
 @triton.jit
@@ -39,28 +63,27 @@ def adapted_activation_kernel(
     BLOCKS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     item, last = own_items(tl.load(tiles_ptr + 1) * BLOCKS)
     wait_for_inputs(DEPENDENT)
-    kind = out_ptr.dtype.element_ty
     while item < last:
         slot, members = load_tile(tiles_ptr, item // BLOCKS, True, TOKENS)
-        h_gate = h_of_tile(
-            inner_ptr, share_stride, token_stride, inner_stride, slot, members, 0, RANK, RANK_TILE, SHARES, SHARE_TILE
-        )
-        h_up = h_of_tile(
-            inner_ptr, share_stride, token_stride, inner_stride, slot, members, 1, RANK, RANK_TILE, SHARES, SHARE_TILE
-        )
+        if SHARES > 1:
+            h_gate, h_up = _h_of_both(
+                inner_ptr, share_stride, token_stride, inner_stride, slot, members, RANK, RANK_TILE, SHARES, SHARE_TILE
+            )
         end = tl.minimum(last, (item // BLOCKS + 1) * BLOCKS)
         for each in tl.range(item, end, num_stages=1):
-            begin = each % BLOCKS * TILE
-            columns = begin + tl.arange(0, TILE)
-            mask = (members >= 0)[:, None] & (columns < COLUMNS)[None, :]
-            at = gate_up_ptr + members.to(tl.int64)[:, None] * gate_up_stride + columns[None, :]
+            columns = each % BLOCKS * TILE + tl.arange(0, TILE)
+            mask = (members >= 0)[None, :] & (columns < COLUMNS)[:, None]
+            at = gate_up_ptr + members.to(tl.int64)[None, :] * gate_up_stride + columns[:, None]
             gate, up = tl.load(at, mask=mask, other=0), tl.load(at + COLUMNS, mask=mask, other=0)
-            b_gate = rows_of_b(up_ptr, slot, slot_stride, begin, COLUMNS, RANK, RANK_TILE, TILE)
-            b_up = rows_of_b(up_ptr, slot, slot_stride, COLUMNS + begin, 2 * COLUMNS, RANK, RANK_TILE, TILE)
-            gate = (gate.to(tl.float32) + times_b(h_gate, b_gate, PRECISION)).to(kind).to(tl.float32)
-            up = (up.to(tl.float32) + times_b(h_up, b_up, PRECISION)).to(kind).to(tl.float32)
-            target = out_ptr + members.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-            tl.store(target, (activated(gate, GELU) * up).to(kind), mask=mask)
+            if SHARES == 1:
+                h_gate, h_up = _h_of_both(
+                    inner_ptr, share_stride, token_stride, inner_stride, slot, members, RANK, RANK_TILE, 1, 1
+                )
+            b_gate, b_up = _b_of_both(up_ptr, slot, slot_stride, columns, COLUMNS, RANK, RANK_TILE)
+            gate = gate.to(tl.float32) + b_times(b_gate, h_gate, PRECISION)
+            up = up.to(tl.float32) + b_times(b_up, h_up, PRECISION)
+            target = out_ptr + members.to(tl.int64)[None, :] * COLUMNS + columns[:, None]
+            tl.store(target, (activated(gate, GELU) * up).to(out_ptr.dtype.element_ty), mask=mask)
         item = end
 
 

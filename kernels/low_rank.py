@@ -244,12 +244,15 @@ def h_of_tile(
 
 
 @triton.jit
-def times_b(h, b, PRECISION: tl.constexpr):
-    """h [tokens, rank] times B^T: [tokens, rows], by tensor cores. PRECISION: of float32; None: h is rounded like b."""
+def b_times(b, h, PRECISION: tl.constexpr):
+    """B [rows, rank] times h [tokens, rank] of each token: [rows, tokens], by tensor cores.
+
+    PRECISION: of float32; None: h is rounded as b is.
+    """
     if PRECISION is None:
-        total = tl.dot(h.to(b.dtype), tl.trans(b))
+        total = tl.dot(b, tl.trans(h.to(b.dtype)))
     else:
-        total = tl.dot(h, tl.trans(b.to(tl.float32)), input_precision=PRECISION)
+        total = tl.dot(b.to(tl.float32), tl.trans(h), input_precision=PRECISION)
     return total
 
 
@@ -345,10 +348,10 @@ def add_many_kernel(
         for each in tl.range(item, following, num_stages=1):
             row = begin + (each - item) * TILE
             rows = row + tl.arange(0, TILE)
-            target = out_ptr + members.to(tl.int64)[:, None] * out_stride + rows[None, :]
-            mask = (members >= 0)[:, None] & (rows < after)[None, :]
+            target = out_ptr + members.to(tl.int64)[None, :] * out_stride + rows[:, None]
+            mask = (members >= 0)[None, :] & (rows < after)[:, None]
             before = tl.load(target, mask=mask, other=0)
-            total = times_b(h, rows_of_b(up_ptr, slot, slot_stride, row, after, RANK, RANK_TILE, TILE), PRECISION)
+            total = b_times(rows_of_b(up_ptr, slot, slot_stride, row, after, RANK, RANK_TILE, TILE), h, PRECISION)
             tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
         item = following
 

@@ -17,8 +17,6 @@ from . import reference
 from .signatures import Adapted, LowRank, Unadded
 from .triton_linear import linear
 
-SHARING = 2  # tokens for each slot that a step reaches, from which one launch for a gate is faster than two
-
 
 def add_low_rank(out: Tensor, x: Tensor, slots: Tensor, factors: LowRank) -> Tensor:
     if x.dtype == float64:
@@ -67,16 +65,11 @@ def rotary_write(
 
 
 def adapted_gate(x: Tensor, weight: Weight, activation: str, adapted: Adapted) -> Tensor | None:
-    """As `Compositions.adapted_gate`. None for float64, and for few tokens of which too few share an adapter: then the
-    kernel reads B for one token after another, and two launches are faster.
-    """
+    """As `Compositions.adapted_gate`. None for float64, and for few tokens unless A is beneath the weight."""
     factors = adapted.factors[id(weight)]
-    if x.dtype == float64:
+    few = len(x) <= low_rank.FEW_TOKENS
+    if x.dtype == float64 or few and id(weight) not in adapted.beneath:
         return None
-    if len(x) <= low_rank.FEW_TOKENS:
-        both = adapted.beneath.get(id(weight))
-        if both is None or (both.shape[0] - weight.shape[0]) // factors.down.shape[1] * SHARING > len(x):
-            return None
     tiles, _ = _tiles(adapted, factors, adapted_activation.tile_tokens(len(x)))  # before the product, whose kernels end
     product = product_with_inner(x, weight, adapted)
     if product is not None:

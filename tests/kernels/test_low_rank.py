@@ -132,8 +132,6 @@ def test_a_product_with_the_factors_beneath_a_weight_gives_what_two_give(few, be
     if few:
         assert kernels.fits_a_token(product)
         assert_close("added", kernels.added(product), wanted, torch.float32)
-        short = step.only(torch.arange(5, device=x.device))
-        assert kernels.adapted_gate(x[:5], weight, "silu", short) is None, "too few tokens share an adapter"
     else:
         assert product is None
     gated = kernels.adapted_gate(x, weight, "silu", step)
