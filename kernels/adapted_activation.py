@@ -4,12 +4,12 @@
     out[t]   = activation(gate) * up
 
 h as in `low_rank`. The product of gate and up is the widest of a layer; `low_rank.add_grouped` would read and write it
-before the activation reads it again. Here it is read once, and what adapters add to it stays in registers. The sums are
-rounded to the product's dtype before they are activated, as in two launches.
+before the activation reads it again. Here it is read once, and what adapters add to it stays in registers, in float32.
 
 Tiling: programs go through the tiles of tokens that `token_tiles` made, those without an adapter, too, and for each
-tile through blocks of columns. A tile's h [tokens, rank] stays in registers, and tensor cores multiply it by the rows
-of B of one block after another. All of it waits for memory, so the blocks are small, and many programs run together.
+tile through blocks of columns. Tensor cores multiply the rows of B of a block by the tile's h. A step of few tokens is
+over when a program has had what it reads, so it asks for all of that before it uses any: gate and up, h, and both parts
+of B. Its tiles are small, because in a larger one most threads would have no token where adapters have few.
 """
 
 import torch
@@ -19,8 +19,8 @@ import triton.language as tl
 from .low_rank import FEW_TOKENS, MANY, Inner, b_times, h_of_tile, load_tile, own_items, precision
 from .single_row_parts import activated, dependent_launch, processors, wait_for_inputs
 
-# For few and for many tokens. Tensor cores take at least 16; steps of many tokens are grouped once for all weights.
-IN_TILE, COLUMNS_AT_ONCE, PROGRAMS, WARPS = (8, MANY.tokens), (128, 64), (8, 7), 4
+# For few and for many tokens. A step of many is grouped once for all weights.
+IN_TILE, COLUMNS_AT_ONCE, PROGRAMS, WARPS = (8, MANY.tokens), (128, 64), (8, 6), 4
 
 
 def tile_tokens(tokens: int) -> int:
@@ -33,7 +33,7 @@ def _h_of_both(
     inner_ptr, share_stride, token_stride, slot_stride, slot, members,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """h of gate and of up."""
+    """h of gate and of up: [RANK_TILE, tokens] each."""
     gate = h_of_tile(
         inner_ptr, share_stride, token_stride, slot_stride, slot, members, 0, RANK, RANK_TILE, SHARES, SHARE_TILE
     )

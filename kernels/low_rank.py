@@ -236,23 +236,23 @@ def h_of_tile(
     inner_ptr, share_stride, token_stride, slot_stride, slot, members, part,
     RANK: tl.constexpr, RANK_TILE: tl.constexpr, SHARES: tl.constexpr, SHARE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return a part's h of the tokens of a tile: [tokens, RANK_TILE] float32. See `Inner`."""
-    ranks, shares = tl.arange(0, RANK_TILE)[None, None, :], tl.arange(0, SHARE_TILE)[:, None, None]
-    at = shares * share_stride + members[None, :, None] * token_stride + (slot - 1) * slot_stride + part * RANK + ranks
-    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, :, None] & (slot > 0)
+    """Return a part's h of the tokens of a tile, transposed: [RANK_TILE, tokens] float32. See `Inner`."""
+    ranks, shares = tl.arange(0, RANK_TILE)[None, :, None], tl.arange(0, SHARE_TILE)[:, None, None]
+    at = shares * share_stride + members[None, None, :] * token_stride + (slot - 1) * slot_stride + part * RANK + ranks
+    wanted = (shares < SHARES) & (ranks < RANK) & (members >= 0)[None, None, :] & (slot > 0)
     return tl.sum(tl.load(inner_ptr + at, mask=wanted, other=0).to(tl.float32), axis=0)
 
 
 @triton.jit
 def b_times(b, h, PRECISION: tl.constexpr):
-    """B [rows, rank] times h [tokens, rank] of each token: [rows, tokens], by tensor cores.
+    """B [rows, rank] times h [rank, tokens]: [rows, tokens], by tensor cores.
 
     PRECISION: of float32; None: h is rounded as b is.
     """
     if PRECISION is None:
-        total = tl.dot(b, tl.trans(h.to(b.dtype)))
+        total = tl.dot(b, h.to(b.dtype))
     else:
-        total = tl.dot(b.to(tl.float32), tl.trans(h), input_precision=PRECISION)
+        total = tl.dot(b.to(tl.float32), h, input_precision=PRECISION)
     return total
 
 
@@ -315,7 +315,7 @@ def add_kernel(
         next_target = out_ptr + next_members[None, :].to(tl.int64) * out_stride + rows[:, None]
         next_mask = (next_slot > 0) & (next_members >= 0)[None, :] & (rows < after)[:, None]
         next_before = tl.load(next_target, mask=next_mask, other=0)
-        total = tl.sum(b.to(tl.float32) * h[None, :, :], axis=2)
+        total = tl.sum(b.to(tl.float32) * tl.trans(h)[None, :, :], axis=2)
         tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
         if (following < last) & ((next_part != part) | (following % blocks == 0)):
             h = h_of_tile(

@@ -2,8 +2,8 @@
 
 A step of few tokens multiplies them by the weight and by A together, where `AdapterSlots` has put A beneath the weight,
 and leaves B to the kernel that reads the product: `Unadded` is such a product. Steps of many tokens, weights that are
-quantized or divided between GPUs, and float64 take the operations one after another, except that with many tokens the
-gated activation adds what B gives, whatever the weight.
+quantized or divided between GPUs, and float64 take the operations one after another, except that the gated activation
+adds what B gives, whatever the weight, but for float64.
 """
 
 from torch import Tensor, float64
@@ -65,11 +65,10 @@ def rotary_write(
 
 
 def adapted_gate(x: Tensor, weight: Weight, activation: str, adapted: Adapted) -> Tensor | None:
-    """As `Compositions.adapted_gate`. None for float64, and for few tokens unless A is beneath the weight."""
-    factors = adapted.factors[id(weight)]
-    few = len(x) <= low_rank.FEW_TOKENS
-    if x.dtype == float64 or few and id(weight) not in adapted.beneath:
+    """As `Compositions.adapted_gate`; None for float64."""
+    if x.dtype == float64:
         return None
+    factors = adapted.factors[id(weight)]
     tiles, _ = _tiles(adapted, factors, adapted_activation.tile_tokens(len(x)))  # before the product, whose kernels end
     product = product_with_inner(x, weight, adapted)
     if product is not None:

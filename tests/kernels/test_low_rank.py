@@ -101,7 +101,14 @@ def test_tokens_are_grouped_once_for_all_weights_of_a_step(device, monkeypatch):
     assert grouped == [[2, 0, 3, 3, 1], [1, 0, 2, 3, 3], [2, 0, 3]]
     assert kernels.add_adapted(x.double(), x.double(), step, of[id(weights[0])]) is None
     assert kernels.adapted_gate(x.double(), weights[0], "silu", step) is None
-    assert kernels.adapted_gate(x, weights[0], "silu", step) is None, "few tokens take two launches"
+    for few in (True, False):
+        monkeypatch.setattr(fused, "FEW_TOKENS", 9 if few else 1)
+        monkeypatch.setattr(low_rank, "FEW_TOKENS", fused.FEW_TOKENS)
+        step = Adapted(torch.tensor([2, 0, 3, 2, 1], device=device), of)
+        x = random_tensor(5, 24, dtype=torch.float32, device=device)
+        wanted = reference.add_low_rank(reference.linear(x, weights[0]), x, step.slots, of[id(weights[0])])
+        gated = kernels.adapted_gate(x, weights[0], "silu", step)
+        assert_close("adapted_gate", gated, reference.gated_activation(wanted, "silu"), torch.float32)
 
 
 @pytest.fixture

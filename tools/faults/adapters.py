@@ -237,8 +237,8 @@ FAULTS = (
     Fault(
         "tokens without an adapter are not activated",
         "kernels/adapted_activation.py",
-        "items = tl.load(tiles_ptr + 1) * BLOCKS",
-        "items = tl.load(tiles_ptr) * BLOCKS",
+        "own_items(tl.load(tiles_ptr + 1) * BLOCKS)",
+        "own_items(tl.load(tiles_ptr) * BLOCKS)",
         "tests/kernels/test_adapted_activation.py",
     ),
     Fault(
