@@ -461,6 +461,8 @@ def add_grouped(
     in_half = is_compiled(out) and up.dtype == torch.bfloat16
     blocks = sum(triton.cdiv(end - begin, tile) for begin, end in pairwise((0, first, second, rows)))
     together = (sizes.adders if in_half else sizes.programs) * processors(out.device)
+    kernel: triton.JITFunction
+    more: dict[str, str | int | None]
     if sizes.dot:
         kernel, more = add_many_kernel, {"PRECISION": precision(up)}
     else:

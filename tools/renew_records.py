@@ -65,7 +65,7 @@ RECORDS = {
         "batching": f"minillm bench batching {GEMMA} --repeat 7 --json",
         "build": "minillm build gemma-2b --load-format dummy --input-len 1024 --output-len 256 --concurrency 256 "
         "--compare --out build/gemma-2b.plan.json --json",
-        "adapter-speed": f"python tools/adapter_speed.py {GEMMA} --dtype bfloat16 --rounds 3 --record",
+        "adapter-speed": f"python tools/adapter_speed.py {GEMMA} --dtype bfloat16 --rounds 5 --record",
         "cache-speed": "python tools/cache_speed.py --record",
         "fast-accumulation": "python tools/fast_accumulation.py --record",
         "gemma-2-2b": f"minillm bench offline --model gemma-2-2b --load-format dummy {AS_PEERS} {SHAPE_LOADS} --json",

@@ -375,7 +375,9 @@ same_text(add_rms_norm=my_add_rms_norm, gated_activation=my_gated_activation)
 # The engine's own kernel adds two things that a server needs. Rows may be farther apart than they are long
 # (`x_stride`), and row numbers are 64-bit integers, because a row number times a row's length can exceed 32 bits. Look
 # for those two, and for the line that rounds. The last line stores the row: as `out` here, or, if there is a place for
-# a scale, in eight bits (lesson 07). `max_contiguous` keeps the order of the sum the same in both cases.
+# a scale, in eight bits (lesson 07). `max_contiguous` keeps the order of the sum the same in both cases. And
+# `wait_for_inputs` lets the kernel start, and read its weight, before the kernel that computes `x` has ended (lesson
+# 11).
 
 # %%
 # ENGINE: minillm.kernels.normalization:add_rms_norm_kernel

@@ -424,7 +424,7 @@ constant, at 7.5. Grouped rises from 5 to 7.5, where both meet, since each token
 # These are counts, not times. Two more products for each matrix are also two more kernels to launch, which takes time
 # even if they have little to read (lesson 11). The engine has other kernels do most of that work (section 5), but not
 # for free. On an H200, one request with one adapter takes 8% longer, where the reads grow by only 1%; 64 requests
-# with 64 adapters take 37% longer, where the reads grow by half.
+# with 64 adapters take 31% longer, where the reads grow by half.
 #
 # ## 5 · Several adapters in one batch · 17 min
 #

@@ -321,8 +321,8 @@ FAULTS = (
     Fault(
         "a norm that writes codes adds up its squares in another order",
         "kernels/normalization.py",
-        "tl.max_contiguous(tl.arange(0, TILE), 8)\n    inside = columns < DIM\n    x = tl",
-        "tl.arange(0, TILE)\n    inside = columns < DIM\n    x = tl",
+        "tl.max_contiguous(tl.arange(0, TILE), 8)\n    inside = columns < DIM\n    weight = tl",
+        "tl.arange(0, TILE)\n    inside = columns < DIM\n    weight = tl",
         "tests/kernels/test_compile.py -k one_order",
     ),
     Fault(
