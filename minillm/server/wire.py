@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from minillm.errors import MinillmError
 from minillm.prompts import EmbeddedPrompt
@@ -291,9 +292,9 @@ def encode(message: Message) -> bytes:
     """Return a message as bytes for the socket."""
     if isinstance(message, Deltas):
         events = [_short(each) for each in message.events]
-        head = _json(["Deltas", events]).encode("utf-8", "surrogatepass") if events else _PLAIN
+        head = _quick_json(["Deltas", events]) if events else _PLAIN
     else:
-        head = _json(_listed(message)).encode("utf-8", "surrogatepass")
+        head = _json(_listed(message))
     data = getattr(message, "numbers", _NONE).tobytes()
     return HEADER.pack(MAGIC, len(head), len(data)) + head + data
 
@@ -309,7 +310,26 @@ def _listed(part: Any) -> list | dict:
 
 
 # UTF-8, not ASCII: escapes would make text in most scripts longer and slower to decode.
-_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_listed).encode
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_listed)
+
+
+def _json(content: list | dict) -> bytes:
+    return _encoder.encode(content).encode("utf-8", "surrogatepass")
+
+
+def _quick_json(content: list) -> bytes:
+    """`_json` of content without dataclasses, several times as fast: a step may have thousands of log-probabilities."""
+    try:
+        return to_json(content)
+    except PydanticSerializationError:  # it refuses lone surrogates
+        return _json(content)
+
+
+def _from_json(head: bytes | bytearray) -> Any:
+    try:
+        return from_json(head)
+    except ValueError:  # it refuses lone surrogates, too
+        return json.loads(head)
 
 
 def decode(head: bytes | bytearray, data: bytes) -> Message:
@@ -317,7 +337,7 @@ def decode(head: bytes | bytearray, data: bytes) -> Message:
     try:
         if head == _PLAIN:
             return Deltas([], array(NUMBER, data))
-        return _read(json.loads(head), array(NUMBER, data))
+        return _read(_from_json(head), array(NUMBER, data))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise MalformedMessage(f"not a message: {shown(bytes(head[:200]))} ({error})") from error
 

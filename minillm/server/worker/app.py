@@ -480,7 +480,7 @@ class _Server:
         def chunk(choice: dict) -> str:
             if usages.continuous_usage_stats:
                 return dumps(answer.chunk([choice], usage=so_far()))
-            return dumps(answer.chunk([choice], **({"usage": None} if usages.include_usage else {})))
+            return f"{answer.opening}{dumps(choice)}{closing}"
 
         usual = form.is_plain and not usages.continuous_usage_stats
         closing = '],"usage":null}' if usages.include_usage else "]}"

@@ -9,6 +9,8 @@ from functools import cached_property
 from json.encoder import encode_basestring as quoted
 from typing import Any, NamedTuple
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from minillm.request import Completion, Delta, TokenLogprobs
 
 from ..token_texts import LOWEST, TokenTexts
@@ -16,7 +18,10 @@ from ..token_texts import LOWEST, TokenTexts
 
 def dumps(content: dict) -> str:
     """Return compact JSON."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    try:
+        return to_json(content).decode()
+    except PydanticSerializationError:  # it refuses lone surrogates, which a client's text may have
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def usage(prompts: Iterable[Completion], completion_tokens: int) -> dict:
@@ -95,12 +100,13 @@ def _by_string(texts: TokenTexts, entry: TokenLogprobs, token: int, top: int, fi
     """
     ranked = _likeliest(entry, top)
     ranked.setdefault(token, entry[token])
-    names: dict[str, int] = {texts(token, first): token}
-    for each in ranked:
-        if names.setdefault(texts(each, first), each) != each:
-            names[f"token_id:{each}"] = each
-    named = {each: name for name, each in names.items()}
-    return {named[each]: max(logprob, LOWEST) for each, logprob in ranked.items()}
+    strings = [texts(each, first) for each in ranked]
+    if len(set(strings)) < len(strings):
+        owners = {texts(token, first): token}
+        for string, each in zip(strings, ranked, strict=True):
+            owners.setdefault(string, each)
+        strings = [s if owners[s] == each else f"token_id:{each}" for s, each in zip(strings, ranked, strict=True)]
+    return {string: max(logprob, LOWEST) for string, logprob in zip(strings, ranked.values(), strict=True)}
 
 
 def chat_logprobs(
@@ -115,7 +121,7 @@ def chat_logprobs(
 
 
 def _likeliest(entry: TokenLogprobs, top: int) -> dict[int, float]:
-    return dict(sorted(entry.items(), key=lambda item: -item[1])[:top])
+    return {token: entry[token] for token in sorted(entry, key=entry.__getitem__, reverse=True)[:top]}
 
 
 def _ids(gained: Delta) -> str:
