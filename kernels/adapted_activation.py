@@ -4,7 +4,8 @@
     out[t]   = activation(gate) * up
 
 h as in `low_rank`. The product of gate and up is the widest of a layer; `low_rank.add_grouped` would read and write it
-before the activation reads it again. Here it is read once, and what adapters add to it stays in registers, in float32.
+before the activation reads it again. Here it is read once, and what adapters add to it stays in registers, in float32
+(h is rounded first if B is bfloat16).
 
 Tiling: programs go through the tiles of tokens that `token_tiles` made, those without an adapter, too, and for each
 tile through blocks of columns. Tensor cores multiply the rows of B of a block by the tile's h. A step of few tokens is
@@ -45,7 +46,9 @@ def _h_of_both(
 
 @triton.jit
 def _b_of_both(up_ptr, slot, slot_stride, columns, COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr):
-    """Rows of B of gate and of up: [columns, RANK_TILE] each, from one load: two would wait for each other."""
+    """Rows of B of gate and of up: [columns, RANK_TILE] each. With two loads, the compiler would have the second one
+    wait for what it does with the first.
+    """
     rows = columns[:, None, None] + tl.arange(0, 2)[None, None, :] * COLUMNS
     ranks = tl.arange(0, RANK_TILE)[None, :, None]
     at = up_ptr + slot.to(tl.int64) * slot_stride + rows * RANK + ranks
@@ -92,7 +95,8 @@ def adapted_activation(
 ) -> torch.Tensor:
     """gate_up [tokens, 2 * I], gate first -> activation(gate) * up [tokens, I], with what adapters add.  Lesson 15.
 
-    inner: h of the tokens; tiles: `token_tiles` of their slots, with `tile_tokens` in each; up [all, 2 * I, rank]: B,
+    inner: h of the tokens; tiles: `token_tiles` of their slots, with `tile_tokens` in each, which are read before the
+    last launch has ended; up [all, 2 * I, rank]: B,
     whose slots' entries are contiguous. activation: "gelu_tanh" or "silu". Raises ValueError for another, and unless
     gate_up's rows are contiguous.
     """

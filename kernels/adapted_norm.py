@@ -3,7 +3,7 @@
     add_rms_norm(x, r) = rms_norm(y + r), y + r,   y[t] = x[t] + B[slots[t]] h[t]
 
 h as in `low_rank`, from the same product as x. `low_rank.add_grouped` would read and write x before the norm reads it
-again; here it is one launch. y is rounded to the dtype of x, so the result has the same bits as that of two launches.
+again; here it is one launch. y is rounded to the dtype of x, as with two launches.
 
 Tiling: one program a token, as without adapters. It also reads all of its adapter's B, so it has more threads.
 """
@@ -44,7 +44,10 @@ def adapted_norm_kernel(
 def adapted_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, term: Term
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [tokens, dim] -> (rms_norm(y + residual), y + residual), where y is x and the term.  Lesson 15."""
+    """x, residual [tokens, dim] -> (rms_norm(y + residual), y + residual), where y is x and the term.  Lesson 15.
+
+    All but x and its h is read before the last launch has ended.
+    """
     tokens, dim = x.shape
     out, total = (torch.empty((tokens, dim), dtype=x.dtype, device=x.device) for _ in range(2))
     if tokens:

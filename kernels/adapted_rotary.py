@@ -3,7 +3,7 @@
     q, k, v = the parts of y,   y[t] = x[t] + B[slots[t]] h[t]
 
 h as in `low_rank`, from the same product as x. `low_rank.add_grouped` would read and write x before the rotation reads
-it again; here it is one launch. y is rounded to the dtype of x, so the result has the same bits as with two launches.
+it again; here it is one launch. y is rounded to the dtype of x, as with two launches.
 
 Tiling: one program for each query head of a token, and one for each of its KV heads, key and value. So the rows of B
 that a token needs are read by many processors at once, and before the product is there.
@@ -108,7 +108,8 @@ def adapted_rotary_write(
     """`rope_cache.rotary_write` of x [tokens, (heads + 2 * kv_heads) * d] and the term of its three parts.  Lesson 15.
 
     keep: whether keys are returned as written; then values in x are overwritten with their sum. Else the second result
-    is the keys of x. d is a power of two. Raises ValueError as `write_kv`.
+    is the keys of x. d is a power of two. All but x and its h is read before the last launch has ended. Raises
+    ValueError as `write_kv`.
     """
     tokens, dim = len(x), cos_sin.shape[2]
     kv_heads = (x.shape[1] // dim - heads) // 2

@@ -10,17 +10,17 @@ their tiles are the last ones, which only `adapted_activation` reads.
 
 Tiling: two launches, whose programs go through all tiles. In the first, a program multiplies a tile's tokens by a few
 rows of A, for a share of the columns. In the second, it adds up the shares and multiplies h by rows of B, one block of
-rows after another: for few tokens, each thread multiplies what it has loaded of B; for many, tensor cores do, and h is
-rounded as the tokens are. Both kernels wait for memory, mostly. So with few tokens a program asks for its first factors
-before it waits for the kernel before it, and for the next ones before it computes; with many, there are other programs
-on the multiprocessor.
+rows after another: for few tokens, each thread multiplies what it has loaded of B; for many, tensor cores do, for which
+h is rounded if B is bfloat16. Both kernels wait for memory, mostly. So with few tokens a program asks for its first
+factors before it waits for the kernel before it, and for the next ones before it computes; with many, there are other
+programs on the multiprocessor.
 
 A token's sums are made in the same order wherever it is in a tile, so in these kernels they do not depend on the other
 tokens, with one exception: for more than FEW_TOKENS tokens the tiles have other sizes.
 
 A product may have computed h, with A beneath the weight (`Inner.beneath`). Then the first launch is left out, and h has
-the product's dtype. Kernels that read the product with one program a token add what B gives themselves
-(`added_to_token`), without tiles.
+the product's dtype. Kernels that read a token's product anyway add what B gives themselves (`added_to_token`), without
+tiles.
 """
 
 from itertools import pairwise
@@ -224,7 +224,9 @@ def own_items(items):
 
 
 @triton.jit
-def rows_of_b(up_ptr, slot, slot_stride, begin, after, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr):
+def _rows_of_b(
+    up_ptr, slot, slot_stride, begin, after, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TILE: tl.constexpr
+):
     """Return rows of B from `begin` on, and below `after`: [TILE, RANK_TILE], zero for slot 0."""
     rows, ranks = (begin + tl.arange(0, TILE))[:, None], tl.arange(0, RANK_TILE)[None, :]
     at = up_ptr + slot.to(tl.int64) * slot_stride + rows * RANK + ranks
@@ -274,7 +276,7 @@ def added_to_token(
 ):
     """Return what an adapter adds to rows of one part of a token's product: [m, n]. b: `b_of_slot` of these.
 
-    For kernels that read the product anyway, with programs of one token. They ask for b before the product is there.
+    For kernels whose programs read the product of one token anyway. They ask for b before the product is there.
     """
     ranks = tl.arange(0, RANK_TILE)
     at = inner_ptr + token * token_stride + (slot - 1) * inner_stride + part * RANK + ranks
@@ -351,7 +353,7 @@ def add_many_kernel(
             target = out_ptr + members.to(tl.int64)[None, :] * out_stride + rows[:, None]
             mask = (members >= 0)[None, :] & (rows < after)[:, None]
             before = tl.load(target, mask=mask, other=0)
-            total = b_times(rows_of_b(up_ptr, slot, slot_stride, row, after, RANK, RANK_TILE, TILE), h, PRECISION)
+            total = b_times(_rows_of_b(up_ptr, slot, slot_stride, row, after, RANK, RANK_TILE, TILE), h, PRECISION)
             tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=mask)
         item = following
 
@@ -383,7 +385,7 @@ class Term(NamedTuple):
 
     @property
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """Return the slots and the first arguments of `added_to_token`."""
+        """Return the slots, and the first arguments of `added_to_token` and `b_of_slot`."""
         rank = self.up.shape[2]
         return self.slots, self.inner, self.inner.stride(0), self.parts * rank, self.up, self.up.stride(0)
 
@@ -395,7 +397,7 @@ class Term(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return its last arguments."""
+        """Return their last arguments."""
         rank = self.up.shape[2]
         return {"RANK": rank, "RANK_TILE": triton.next_power_of_2(rank)}
 

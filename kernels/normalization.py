@@ -96,7 +96,10 @@ def rms_norm_codes(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [..., dim] -> (rms_norm(x + residual), x + residual), in one launch.  Lesson 03."""
+    """x, residual [..., dim] -> (rms_norm(x + residual), x + residual), in one launch.  Lesson 03.
+
+    weight is read before the last launch has ended.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return out, _add_norm(x, residual, weight, eps, out)
 

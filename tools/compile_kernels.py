@@ -210,6 +210,8 @@ def compile_all(capability: int, known: dict[tuple, dict]) -> list[dict]:
             adapted_norm.adapted_add_rms_norm(both[:, :2048], residual, torch.zeros(2048), 1e-6, term)
             cache, angles = LayerCache(*torch.zeros(2, 4, 16, 1, 256, dtype=dtype)), torch.zeros(2, 2, 256)
             adapted_rotary.adapted_rotary_write(both[:, :2560], 8, angles, cache, slots[:2], True, True, term)
+            cache = CacheSpec.of("int8", 2, 256, dtype).allocate(4, 16, x.device)
+            adapted_rotary.adapted_rotary_write(both[:, :2560], 6, angles, cache, slots[:2], True, False, term)
         low_rank.add_low_rank(x, x, slots[:2], down.bfloat16(), up.bfloat16(), (512, 1024, 2048))
         slot = torch.zeros(1, dtype=torch.int64)
         for shape, ends, options in (

@@ -3,7 +3,7 @@
 A step of few tokens multiplies them by the weight and by A together, where `AdapterSlots` has put A beneath the weight,
 and leaves B to the kernel that reads the product: `Unadded` is such a product. Steps of many tokens, weights that are
 quantized or divided between GPUs, and float64 take the operations one after another, except that the gated activation
-adds what B gives, whatever the weight, but for float64.
+adds what B gives: for any weight whose rows are all here, but not in float64.
 """
 
 from torch import Tensor, float64
@@ -42,7 +42,7 @@ def product_with_inner(x: Tensor, weight: Weight, adapted: Adapted) -> Unadded |
 
 
 def fits_a_token(product: Unadded) -> bool:
-    """Return whether a kernel with one program a token can add what is still to be added."""
+    """Return whether kernels that hold B of a token's rows can add what is still to be added."""
     return _term(product).fits
 
 
@@ -69,17 +69,18 @@ def adapted_gate(x: Tensor, weight: Weight, activation: str, adapted: Adapted) -
     if x.dtype == float64:
         return None
     factors = adapted.factors[id(weight)]
-    tiles, _ = _tiles(adapted, factors, adapted_activation.tile_tokens(len(x)))  # before the product, whose kernels end
+    # Grouped first: the activation may read the groups while the product still runs.
+    tiles, new = _tiles(adapted, factors, adapted_activation.tile_tokens(len(x)))
     product = product_with_inner(x, weight, adapted)
     if product is not None:
         return adapted_activation.adapted_activation(product.out, _inner(product), tiles, factors.up, activation)
     grouped, just_grouped = _tiles(adapted, factors)
-    inner = low_rank.inner_products(x, grouped, factors.down, just_grouped)
+    inner = low_rank.inner_products(x, grouped, factors.down, new or just_grouped)
     return adapted_activation.adapted_activation(linear(x, weight), inner, tiles, factors.up, activation)
 
 
 def _term(product: Unadded) -> low_rank.Term:
-    """Return what is still to be added, for kernels with one program a token."""
+    """Return what is still to be added, for kernels that hold B of a token's rows."""
     factors = product.factors
     return low_rank.Term(product.inner, product.adapted.slots, factors.up, len(factors.ends))
 

@@ -506,7 +506,7 @@ print("the pirate's answer is that of the merged model:", done[0].text.strip() =
 # On a GPU, a loop over slots works, but it is slow: each slot costs two products and several small kernels for each
 # matrix. Nor can a CUDA graph contain it, since the number of launches depends on the batch. There, the engine has
 # two kernels for a whole batch (`kernels/low_rank.py`), the first one with `down`, the second one with `up`. Once in
-# a step, other kernels group the tokens by slot, two in each group, or up to 64 in a step of more than 256 tokens,
+# a step, other kernels group the tokens by slot, two in each group, or up to 32 in a step of more than 256 tokens,
 # and the two go through these groups for every matrix. (An adapter with more tokens is in several groups, and each of
 # them asks for its factors again; these are small, so most of the repeated reads should come from the GPU's cache.)
 #

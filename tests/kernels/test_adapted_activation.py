@@ -17,13 +17,13 @@ def both(slots, inner, rank, columns, activation, dtype, device, beneath):
     size = 2 * rank
     x = random_tensor(len(slots), columns, dtype=dtype, device=device)
     wide = random_tensor(len(slots), 2 * inner + 5 * size, dtype=dtype, device=device)
+    grouped = low_rank.token_tiles(slots, 6, fused.tile_tokens(len(slots)))  # two launches before it is read
     gate_up, tiles = wide[:, : 2 * inner], low_rank.token_tiles(slots, 6)
     if beneath:
         wide[:, 2 * inner :] = x @ given.down[1:].flatten(0, 1).T
         h = low_rank.Inner.beneath(wide[:, 2 * inner :], size)
     else:
         h = low_rank.inner_products(x, tiles, given.down, just_grouped=True)
-    grouped = low_rank.token_tiles(slots, 6, fused.tile_tokens(len(slots)))
     one = fused.adapted_activation(gate_up, h, grouped, given.up, activation)
     added = low_rank.add_grouped(gate_up, h, tiles, *given)
     return one, kernels.gated_activation(added, activation)

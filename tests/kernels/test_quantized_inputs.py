@@ -52,10 +52,11 @@ def test_halves_are_rounded_to_even(device):
 )
 def test_kernels_that_compute_rows_quantize_them_as_quantize_rows_does(tokens, columns, dtype, kind, static, device):
     """Bit by bit: the codes are of the rows in the model's dtype, with the scales of those."""
+    weight = torch.rand(columns, device=device) + 0.5  # first: kernels may read it before the last launch has ended
     x, residual = (random_tensor(tokens, columns + 8, dtype=dtype, device=device)[:, :columns] for _ in "xr")
     gate_up = random_tensor(tokens, 3 * columns, dtype=dtype, device=device, scale=2.0)[:, : 2 * columns]  # not dense
     x[:1], residual[:1], gate_up[:1] = 0.0, 0.0, 0.0
-    weight, scale = torch.rand(columns, device=device) + 0.5, torch.tensor([0.02], device=device) if static else None
+    scale = torch.tensor([0.02], device=device) if static else None
     rounding = DTYPES[kind], scale
     *added, total = normalization.add_rms_norm_codes(x, residual, weight, 1e-6, *rounding)
     normed, wanted_total = normalization.add_rms_norm(x, residual, weight, 1e-6)
