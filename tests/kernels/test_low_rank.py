@@ -199,15 +199,17 @@ def test_rotation_adds_what_adapters_change_of_queries_keys_and_values(
 
 
 def test_what_adapters_change_is_rounded_before_the_rotation_and_the_norm(device):
-    """256 + 1 is no bfloat16, and rounds to 256; 257 * 1.5 and 257 + 1 would round to others than with 256."""
-    slots, up = torch.ones(1, dtype=torch.int64, device=device), torch.ones(2, 48, 1, device=device).bfloat16()
+    """256 + 1 is no bfloat16, and rounds to 256. So a head's halves are equal, and 256 + 1 is 256 again."""
+    slots, up = torch.ones(1, dtype=torch.int64, device=device), torch.ones(2, 3, 2, 8, 1, device=device).bfloat16()
+    up[:, :, 1] = 0  # of the second halves
     x, h = torch.full((1, 48), 256.0, device=device).bfloat16(), torch.ones(1, 3, device=device).bfloat16()
-    cos_sin = torch.tensor([1.5, 0.0], device=device).bfloat16()[None, :, None].expand(1, 2, 16)
-    term = low_rank.Term(h, slots, up, 3)
+    term = low_rank.Term(h, slots, up.view(2, 48, 1), 3)
     cache = CacheSpec.of("auto", 1, 16, torch.bfloat16).allocate(1, 1, torch.device(device))
-    q, k = adapted_rotary.adapted_rotary_write(x.clone(), 1, cos_sin, cache, slots - 1, True, True, term)
-    assert set(q.flatten().tolist()) == set(k.flatten().tolist()) == {384.0}
-    assert set(cache.k.flatten().tolist()) == {384.0} and set(cache.v.flatten().tolist()) == {256.0}
+    angles = torch.ones(1, 2, 16, device=device).bfloat16()
+    q, k = adapted_rotary.adapted_rotary_write(x.clone(), 1, angles, cache, slots - 1, True, True, term)
+    for rotated in (q, k, cache.k):
+        assert rotated.flatten().tolist() == [0.0] * 8 + [512.0] * 8
+    assert set(cache.v.flatten().tolist()) == {256.0}
     ones = torch.ones(1, 48, device=device).bfloat16()
     _, total = adapted_norm.adapted_add_rms_norm(x, ones, ones[0].float(), 1e-6, term._replace(parts=1))
     assert set(total.flatten().tolist()) == {256.0}
