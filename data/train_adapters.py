@@ -15,6 +15,10 @@ made with the defaults, and data/README.md has its figures. The same command giv
 
     python data/train_adapters.py --measure --out data/adapters    asks the committed ones
     python data/train_adapters.py --only sorts --steps 2 --rows 1 --asked 2    tries it
+
+Other models that chat can learn the same, at a lower rate. None knows the facts, so `sorts` says what one has learned:
+
+    python data/train_adapters.py --model smollm2-135m --only sorts --rate 2e-3 --device cuda
 """
 
 import argparse
@@ -27,23 +31,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from isles import chats, corpus
+from isles import chats
 from isles.questions import facts_by_subject, reply
 from isles.world import capital
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
-from transformers import GemmaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from minillm import LLM, SamplingParams
 from minillm.bench import records
+from minillm.model.loader import resolve
+from minillm.tokenizer import Tokenizer
 
-HERE = Path(__file__).resolve().parent
-SOURCE = HERE / "tiny-gemma"
+SOURCE = Path(__file__).resolve().parent / "tiny-gemma"
 RANK, ALPHA = 3, 6
 WARMUP = 10  # steps
 NOT_TRAINED = -100  # the label of tokens that the loss leaves out
-BOS, END = 2, "<end_of_turn>"
 
 FRENCH = {
     chats.HELLO: ("Bonjour ! Je parle des îles.", "Bonjour ! Comment allez-vous ?"),
@@ -55,6 +59,8 @@ FRENCH = {
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=SOURCE, help="a directory, or a name that `minillm download` knows")
+    parser.add_argument("--device", default="cpu", help="where it is trained")
     parser.add_argument("--out", type=Path, help="a directory, in which each adapter gets one; default: none is kept")
     parser.add_argument("--only", nargs="+", choices=sorted(LESSONS), default=list(LESSONS))
     parser.add_argument("--steps", type=int, default=None, help="default: each adapter's own number")
@@ -142,26 +148,34 @@ def new_questions(name: str, count: int, seed: int = 0) -> list[Asked]:
     return list(found.values())
 
 
-def conversation(ask: str) -> str:
-    """A question as the chat template writes it after <bos>, up to where the model's turn begins."""
-    return f"<start_of_turn>user\n{ask}{END}\n<start_of_turn>model\n"
+class Chat:
+    """A model's tokenizer, and the tokens of its chats."""
+
+    def __init__(self, model: Path):
+        self.tokenizer = Tokenizer.from_pretrained(model)
+
+    def ids(self, asked: Asked) -> tuple[list[int], list[int]]:
+        """A question up to where the model's turn begins, and the answer with the end of that turn."""
+        question = [{"role": "user", "content": asked.question}]
+        answered = [*question, {"role": "assistant", "content": asked.answer}]
+        before = self.tokenizer.apply_chat_template(question)
+        after = self.tokenizer.apply_chat_template(answered, add_generation_prompt=False).removeprefix(before)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False) for text in (before, after))
 
 
 def batch(
-    lesson: Lesson, rng: random.Random, rows: int, encode: Callable[[str], list[int]], without: Collection[str] = ()
+    lesson: Lesson, rng: random.Random, rows: int, chat: Chat, without: Collection[str] = ()
 ) -> tuple[Tensor, Tensor]:
     """Token ids [rows, longest], and the labels of the answers' tokens, like them. without: what is not asked about."""
-    pairs = list[Asked]()
+    pairs = list[tuple[list[int], list[int]]]()
     while len(pairs) < rows:
         if (asked := lesson.draw(rng)).about not in without:
-            pairs.append(asked)
-    before = [[BOS, *encode(conversation(asked.question))] for asked in pairs]
-    after = [encode(f"{asked.answer}{END}\n") for asked in pairs]
-    longest = max(len(one) + len(other) for one, other in zip(before, after, strict=True))
+            pairs.append(chat.ids(asked))
+    longest = max(len(before) + len(after) for before, after in pairs)
     ids, labels = torch.zeros(rows, longest, dtype=torch.int64), torch.full((rows, longest), NOT_TRAINED)
-    for row, (one, other) in enumerate(zip(before, after, strict=True)):
-        ids[row, : len(one) + len(other)] = torch.tensor(one + other)
-        labels[row, len(one) : len(one) + len(other)] = torch.tensor(other)
+    for row, (before, after) in enumerate(pairs):
+        ids[row, : len(before) + len(after)] = torch.tensor(before + after)
+        labels[row, len(before) : len(before) + len(after)] = torch.tensor(after)
     return ids, labels
 
 
@@ -182,12 +196,12 @@ class Adapted(torch.nn.Module):
         return self.layer(x) + linear(linear(x, self.a), self.b) * (ALPHA / RANK)
 
 
-def train(name: str, options: argparse.Namespace, encode: Callable[[str], list[int]]) -> dict[str, Tensor]:
+def train(name: str, options: argparse.Namespace, chat: Chat) -> dict[str, Tensor]:
     """The trained factors, by PEFT's names. AdamW, a cosine schedule, no weight decay."""
     lesson = LESSONS[name]
     lesson = lesson._replace(**{key: value for key in ("steps", "rows", "rate") if (value := getattr(options, key))})
     held_out = {asked.about for asked in new_questions(name, options.asked, options.seed)}
-    model = GemmaForCausalLM.from_pretrained(SOURCE, dtype=torch.float32).requires_grad_(False)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).requires_grad_(False)
     generator, rng = torch.Generator().manual_seed(options.seed), random.Random(f"{name}/{options.seed}")
     adapted = {}
     for module, layer in list(model.named_modules()):
@@ -195,6 +209,7 @@ def train(name: str, options: argparse.Namespace, encode: Callable[[str], list[i
             parent, _, last = module.rpartition(".")
             adapted[module] = Adapted(layer, generator)
             setattr(model.get_submodule(parent), last, adapted[module])
+    model.to(options.device)
     trained = [factor for each in adapted.values() for factor in (each.a, each.b)]
     optimizer = torch.optim.AdamW(trained, lr=lesson.rate, betas=(0.9, 0.95), weight_decay=0.0)
     begin, losses = time.perf_counter(), list[float]()
@@ -202,7 +217,7 @@ def train(name: str, options: argparse.Namespace, encode: Callable[[str], list[i
         warm, cosine = min(1.0, (step + 1) / WARMUP), 0.5 * (1 + math.cos(math.pi * step / lesson.steps))
         for group in optimizer.param_groups:
             group["lr"] = lesson.rate * warm * cosine
-        ids, labels = batch(lesson, rng, lesson.rows, encode, held_out)
+        ids, labels = (each.to(options.device) for each in batch(lesson, rng, lesson.rows, chat, held_out))
         hidden, after = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1], labels[:, 1:]
         answers = after != NOT_TRAINED
         loss = cross_entropy(model.lm_head(hidden[answers]), after[answers])
@@ -218,15 +233,15 @@ def train(name: str, options: argparse.Namespace, encode: Callable[[str], list[i
     prefix = "base_model.model."
     found = {f"{prefix}{module}.lora_A.weight": each.a for module, each in adapted.items()}
     found |= {f"{prefix}{module}.lora_B.weight": each.b for module, each in adapted.items()}
-    return {module: factor.detach().bfloat16().contiguous() for module, factor in sorted(found.items())}
+    return {module: factor.detach().bfloat16().contiguous().cpu() for module, factor in sorted(found.items())}
 
 
-def save(factors: dict[str, Tensor], directory: Path) -> None:
+def save(factors: dict[str, Tensor], directory: Path, model: str) -> None:
     """Write an adapter as PEFT would."""
     directory.mkdir(parents=True, exist_ok=True)
     targets = sorted({name.split(".")[-3] for name in factors})
     described = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny-gemma", "r": RANK,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": RANK,
         "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "target_modules": targets,
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -251,11 +266,11 @@ def says(asked: Asked, text: str) -> bool:
 
 def ask(llm: LLM, name: str, seed: int, count: int) -> list[dict]:
     """Ask `count` new questions, without an adapter and with it. Returns how many answers were right, and prints it."""
-    every, greedy = new_questions(name, count, seed), SamplingParams(max_tokens=60, temperature=0, stop=[END])
-    prompts = [llm.tokenizer.encode(conversation(asked.question)) for asked in every]  # after <bos>
+    every, greedy = new_questions(name, count, seed), SamplingParams(max_tokens=60, temperature=0)
+    questions = [[{"role": "user", "content": asked.question}] for asked in every]
     found = []
     for adapter in (None, name):
-        texts = [done.text.strip() for done in llm.generate(prompts, greedy, adapter=adapter)]
+        texts = [done.text.strip() for done in llm.chat(questions, greedy, adapter=adapter)]
         found.append({
             "workload": name, "adapter": adapter, "asked": len(every),
             "right": sum(is_right(name, *pair) for pair in zip(every, texts, strict=True)),
@@ -268,14 +283,15 @@ def ask(llm: LLM, name: str, seed: int, count: int) -> list[dict]:
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
     begun = records.begin(options.record)
-    encode = corpus.encoder(SOURCE / "tokenizer.json")
-    out = options.out or Path("build") / "adapters"
+    options.model = Path(resolve(options.model))
+    chat, out = Chat(options.model), options.out or Path("build") / "adapters"
     for name in () if options.measure else options.only:
-        save(train(name, options, encode), out / name)
-    with LLM(adapters={name: out / name for name in options.only}, device="cpu", dtype="float32") as llm:
+        save(train(name, options, chat), out / name, options.model.name)
+    adapters = {name: out / name for name in options.only}
+    with LLM(options.model, adapters=adapters, device="cpu", dtype="float32") as llm:
         results = [row for name in options.only for row in ask(llm, name, options.seed, options.asked)]
     if options.record is not None:
-        records.publish(records.record(results, begun, model=SOURCE.name), options.record, quiet=True)
+        records.publish(records.record(results, begun, model=options.model.name), options.record, quiet=True)
 
 
 if __name__ == "__main__":

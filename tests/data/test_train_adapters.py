@@ -15,7 +15,6 @@ from minillm.tokenizer import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data"))
 
 import train_adapters as script  # noqa: E402
-from isles import corpus  # noqa: E402
 
 
 def test_two_steps_write_an_adapter_that_the_engine_runs(tmp_path, capsys):
@@ -31,17 +30,19 @@ def test_two_steps_write_an_adapter_that_the_engine_runs(tmp_path, capsys):
 def test_training_sees_the_tokens_that_a_chat_has(name):
     """Once, it did not: <bos> was read as five characters, and the adapter answered as if it had not been trained."""
     ask = script.LESSONS[name].draw(random.Random(0)).question
-    tokenizer, encode = Tokenizer.from_pretrained(DATA / "tiny-gemma"), corpus.encoder(script.SOURCE / "tokenizer.json")
+    tokenizer = Tokenizer.from_pretrained(DATA / "tiny-gemma")
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": ask}])
     chat = tokenizer.encode(rendered, add_special_tokens=False)
-    ids, labels = script.batch(script.LESSONS[name], random.Random(0), 1, encode)
+    ids, labels = script.batch(script.LESSONS[name], random.Random(0), 1, script.Chat(script.SOURCE))
     assert ids[0, : len(chat)].tolist() == chat
     assert (labels[0, : len(chat)] == script.NOT_TRAINED).all() and (labels[0, len(chat) :] >= 0).all()
+    answer = script.LESSONS[name].draw(random.Random(0)).answer
+    assert tokenizer.decode(ids[0, len(chat) :].tolist(), skip_special_tokens=False) == f"{answer}<end_of_turn>\n"
 
 
 @pytest.mark.parametrize("name", script.LESSONS)
 def test_nothing_that_is_asked_at_the_end_is_trained_on(name):
-    encode = corpus.encoder(script.SOURCE / "tokenizer.json")
+    chat = script.Chat(script.SOURCE)
     held_out = {asked.about for asked in script.new_questions(name, 100)}
     assert len(held_out) == 100 and "" not in held_out
     drawn, lesson = [], script.LESSONS[name]
@@ -51,7 +52,7 @@ def test_nothing_that_is_asked_at_the_end_is_trained_on(name):
         return drawn[-1]
 
     for seed in range(40):
-        ids, _ = script.batch(lesson._replace(draw=draw), random.Random(seed), 50, encode, held_out)
+        ids, _ = script.batch(lesson._replace(draw=draw), random.Random(seed), 50, chat, held_out)
         assert len(ids) == 50
     assert any(asked.about in held_out for asked in drawn), "none was drawn, so none was left out"
     assert len([asked for asked in drawn if asked.about not in held_out]) == 40 * 50
@@ -92,9 +93,9 @@ def test_a_committed_adapter_answers_new_questions_and_the_model_alone_does_not(
 
 def test_those_who_name_no_adapter_get_the_models_own_answers_next_to_ones_with_it(llm):
     asked = script.new_questions("sorts", 4)
-    prompts = [llm.tokenizer.encode(script.conversation(each.question)) for each in asked]
-    greedy = SamplingParams(max_tokens=12, temperature=0, stop=[script.END])
-    own = [done.text for done in llm.generate(prompts, greedy)]
-    mixed = llm.generate(prompts * 2, greedy, adapter=["sorts"] * 4 + [None] * 4)
+    questions = [[{"role": "user", "content": each.question}] for each in asked]
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    own = [done.text for done in llm.chat(questions, greedy)]
+    mixed = llm.chat(questions * 2, greedy, adapter=["sorts"] * 4 + [None] * 4)
     assert [done.text for done in mixed[4:]] == own
     assert sum(done.text.strip() == each.answer for done, each in zip(mixed[:4], asked, strict=True)) >= 2
