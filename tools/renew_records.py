@@ -34,6 +34,7 @@ RECORDS = {
     "cpu": {
         "adapters": "python data/train_adapters.py --measure --out data/adapters --record",
         "adapter-ranks": "python data/adapter_ranks.py --record",
+        "adapter-loading": "python tools/adapter_loading.py --model smollm2-135m --output-len 120 --record",
         "abuse": "python tools/abuse_server.py --record",
         "batching": "minillm bench batching --json",
         "busy-machine": "python tools/busy_machine.py --record",
