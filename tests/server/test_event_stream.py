@@ -132,3 +132,11 @@ def test_a_direct_write_waits_while_the_client_reads_too_slowly():
         assert len(sent) == 2, "nothing is written to a client that is gone"
 
     asyncio.run(everything())
+
+
+def test_json_has_no_nan_and_no_infinity_and_any_text():
+    for text in ("NaN", "-Infinity", 'é "\n', "\ud800"):
+        assert json.loads(dumps({"text": text, "logprobs": [-1.5, None]})) == {"text": text, "logprobs": [-1.5, None]}
+    for number in (float("nan"), float("inf"), -float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            dumps({"text": "a", "logprobs": [number]})

@@ -17,11 +17,14 @@ from ..token_texts import LOWEST, TokenTexts
 
 
 def dumps(content: dict) -> str:
-    """Return compact JSON."""
+    """Return compact JSON. Raises ValueError for NaN and infinity, which JSON has not."""
     try:
-        return to_json(content).decode()
+        quick = to_json(content)
+        if b"NaN" not in quick and b"Infinity" not in quick:  # a text, or what it writes for such numbers
+            return quick.decode()
     except PydanticSerializationError:  # it refuses lone surrogates, which a client's text may have
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        pass
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def usage(prompts: Iterable[Completion], completion_tokens: int) -> dict:
